@@ -1,0 +1,75 @@
+"""Decides if an answer was right, in three ways.
+
+*exact_match* and *cover* are the usual metrics, kept for comparison. *strict_cover* is what trains: the gold answer
+must stand in the prediction as whole words, and every other word must be a filler, so neither a longer number, nor a
+list of guesses, nor a negation scores. Nothing empty ever scores, on either side.
+"""
+
+import re
+import string
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_FILLER_WORDS = 4
+_FILLERS = frozenset("a an the is it its this that answer called known as named of by in on with".split())
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_WORD = re.compile(r"[^\W_]+")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How a prediction compares with the accepted answers."""
+
+    exact_match: bool
+    cover: bool
+    strict_cover: bool
+
+
+def match(prediction: str, answers: Sequence[str]) -> Match:
+    """Compare a prediction with every accepted answer; the best counts."""
+    return Match(
+        exact_match=any(_exact_match(prediction, answer) for answer in answers),
+        cover=any(_cover(prediction, answer) for answer in answers),
+        strict_cover=any(_strict_cover(prediction, answer) for answer in answers),
+    )
+
+
+def _exact_match(prediction: str, answer: str) -> bool:
+    gold = _normalised(answer)
+    return bool(gold) and _normalised(prediction) == gold
+
+
+def _cover(prediction: str, answer: str) -> bool:
+    gold = _normalised(answer)
+    return bool(gold) and gold in _normalised(prediction)
+
+
+def _strict_cover(prediction: str, answer: str) -> bool:
+    gold, said = _words(answer), _words(prediction)
+    if not _normalised(answer):
+        return False
+    for start in range(len(said) - len(gold) + 1):
+        if said[start : start + len(gold)] == gold:
+            others = said[:start] + said[start + len(gold) :]
+            return len(others) <= MAX_FILLER_WORDS and _FILLERS.issuperset(others)
+    return False
+
+
+def _normalised(text: str) -> str:
+    """The normal form of SQuAD v1.1 (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def _words(text: str) -> list[str]:
+    """Lower-case words, with Greek letters spelled out: `TNF-alpha` however it was typed is `tnf alpha`."""
+    spelled = "".join(_spelled(char) for char in unicodedata.normalize("NFKC", text))
+    return _WORD.findall(spelled.lower())
+
+
+def _spelled(char: str) -> str:
+    name = unicodedata.name(char, "")
+    if name.startswith("GREEK") and " LETTER " in name:
+        return f" {name.partition(' LETTER ')[2].split()[0].lower()} "
+    return char
