@@ -1,0 +1,181 @@
+"""Every key in the bucket, built and parsed: the only place where one is spelt.
+
+    runs/<run>/run.json
+    runs/<run>/HEAD.json
+    runs/<run>/model/<name>-<sha16>
+    runs/<run>/manifests/<version:08d>.e<epoch>-<sha16>.json
+    runs/<run>/deltas/<from:08d>-<to:08d>-<sha16>.safetensors
+    runs/<run>/anchors/<version:08d>/<part:04d>-<sha16>.safetensors
+    runs/<run>/anchors/<version:08d>/index-<sha16>.json
+    runs/<run>/grants/<host>/<sweep:08d>.json
+    runs/<run>/groups/v<version:08d>/<host>/<sweep:08d>/<group:02d>.safetensors.zst
+    runs/<run>/steps/e<epoch>/s<step:08d>.json
+    runs/<run>/checkpoints/e<epoch>/s<step:08d>/<name>
+    runs/<run>/evals/v<version:08d>/<evaluation>/<part:04d>-<host>.safetensors.zst
+    runs/<run>/evals/v<version:08d>/<evaluation>/summary.json
+
+`sha16` is the first 16 hex digits of the sha256 of the object's bytes.
+"""
+
+import re
+from dataclasses import dataclass
+
+from stoa.contracts.errors import FormatError
+from stoa.contracts.ids import is_name
+
+_GROUP = re.compile(r"runs/([a-z0-9-]+)/groups/v(\d{8})/([a-z0-9-]+)/(\d{8})/(\d{2})\.safetensors\.zst")
+_STEP = re.compile(r"runs/([a-z0-9-]+)/steps/e(\d+)/s(\d{8})\.json")
+_GRANT = re.compile(r"runs/([a-z0-9-]+)/grants/([a-z0-9-]+)/(\d{8})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """The parts of a group's key."""
+
+    run: str
+    version: int
+    host: str
+    sweep: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """The parts of a step manifest's key."""
+
+    run: str
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantKey:
+    """The parts of a grant's key."""
+
+    run: str
+    host: str
+    sweep: int
+
+
+def root(run: str) -> str:
+    """Prefix of all objects of a run. Raises FormatError if `run` is not a name."""
+    if not is_name(run):
+        raise FormatError(f"run name {run!r} is not lower case letters, digits and dashes (1 to 48)")
+    return f"runs/{run}/"
+
+
+def run_json(run: str) -> str:
+    """Create-only description of a run."""
+    return f"{root(run)}run.json"
+
+
+def head(run: str) -> str:
+    """The one mutable object of a run."""
+    return f"{root(run)}HEAD.json"
+
+
+def model_file(run: str, name: str, sha256: str) -> str:
+    """A file of the base checkpoint a Mac needs: config.json, tokenizer.json, chat template."""
+    return f"{root(run)}model/{name}-{sha256[:16]}"
+
+
+def manifest(run: str, version: int, epoch: int, sha256: str) -> str:
+    """Signed manifest of a version."""
+    return f"{root(run)}manifests/{version:08d}.e{epoch}-{sha256[:16]}.json"
+
+
+def delta(run: str, base: int, version: int, sha256: str) -> str:
+    """Delta (base = version - 1) or roll-up from `base` to `version`."""
+    return f"{root(run)}deltas/{base:08d}-{version:08d}-{sha256[:16]}.safetensors"
+
+
+def anchor_part(run: str, version: int, part: int, sha256: str) -> str:
+    """One part of an anchor: whole tensors."""
+    return f"{root(run)}anchors/{version:08d}/{part:04d}-{sha256[:16]}.safetensors"
+
+
+def anchor_index(run: str, version: int, sha256: str) -> str:
+    """Index of an anchor's parts."""
+    return f"{root(run)}anchors/{version:08d}/index-{sha256[:16]}.json"
+
+
+def grant(run: str, host: str, sweep: int) -> str:
+    """Grant of one sweep of one host, create-only."""
+    return f"{root(run)}grants/{host}/{sweep:08d}.json"
+
+
+def grants_prefix(run: str, host: str = "") -> str:
+    """Prefix of all grants, or of one host's."""
+    return f"{root(run)}grants/{host}/" if host else f"{root(run)}grants/"
+
+
+def group(run: str, version: int, host: str, sweep: int, index: int) -> str:
+    """One group of episodes, create-only."""
+    return f"{root(run)}groups/v{version:08d}/{host}/{sweep:08d}/{index:02d}.safetensors.zst"
+
+
+def groups_of_version(run: str, version: int) -> str:
+    """Prefix of the groups sampled from one version."""
+    return f"{root(run)}groups/v{version:08d}/"
+
+
+def groups_of_sweep(run: str, version: int, host: str, sweep: int) -> str:
+    """Prefix of one sweep's groups at one version."""
+    return f"{root(run)}groups/v{version:08d}/{host}/{sweep:08d}/"
+
+
+def step_manifest(run: str, epoch: int, step: int) -> str:
+    """Create-only record of one optimizer step."""
+    return f"{root(run)}steps/e{epoch}/s{step:08d}.json"
+
+
+def steps_of_epoch(run: str, epoch: int) -> str:
+    """Prefix of one lease's step manifests."""
+    return f"{root(run)}steps/e{epoch}/"
+
+
+def checkpoint(run: str, epoch: int, step: int, name: str) -> str:
+    """One object of a checkpoint; `name` is `manifest.json` for the one written last."""
+    return f"{root(run)}checkpoints/e{epoch}/s{step:08d}/{name}"
+
+
+def eval_part(run: str, version: int, evaluation: str, part: int, host: str) -> str:
+    """Episodes of one part of an evaluation."""
+    return f"{root(run)}evals/v{version:08d}/{evaluation}/{part:04d}-{host}.safetensors.zst"
+
+
+def eval_summary(run: str, version: int, evaluation: str) -> str:
+    """Scored summary of an evaluation."""
+    return f"{root(run)}evals/v{version:08d}/{evaluation}/summary.json"
+
+
+def evals_prefix(run: str) -> str:
+    """Prefix of all evaluations."""
+    return f"{root(run)}evals/"
+
+
+def parse_group(key: str) -> GroupKey:
+    """Parts of a group's key. Raises FormatError for anything else."""
+    found = _GROUP.fullmatch(key)
+    if found is None:
+        raise FormatError(f"{key!r} is not the key of a group")
+    run, version, host, sweep, index = found.groups()
+    return GroupKey(run, int(version), host, int(sweep), int(index))
+
+
+def parse_step(key: str) -> StepKey:
+    """Parts of a step manifest's key. Raises FormatError for anything else."""
+    found = _STEP.fullmatch(key)
+    if found is None:
+        raise FormatError(f"{key!r} is not the key of a step manifest")
+    run, epoch, step = found.groups()
+    return StepKey(run, int(epoch), int(step))
+
+
+def parse_grant(key: str) -> GrantKey:
+    """Parts of a grant's key. Raises FormatError for anything else."""
+    found = _GRANT.fullmatch(key)
+    if found is None:
+        raise FormatError(f"{key!r} is not the key of a grant")
+    run, host, sweep = found.groups()
+    return GrantKey(run, host, int(sweep))

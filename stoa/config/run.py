@@ -1,0 +1,228 @@
+"""What a run is: one frozen tree of settings, resolved once and kept in the bucket's run.json.
+
+Every number with a default lives here and was run with that default. Reading TOML and the environment is `load.py`'s.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,47}$")]
+Scalar = str | int | float | bool
+
+
+class Section(BaseModel):
+    """A frozen table of settings that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Temporal(Section):
+    """Where the control plane is."""
+
+    address: str = "127.0.0.1:7233"
+    """Host and port of the Temporal frontend."""
+    namespace_core: str = "default"
+    """Namespace of the run and the trainer."""
+    namespace_mac: str = "default"
+    """Namespace of Mac sessions and evaluations; may be the same one."""
+
+
+class Bucket(Section):
+    """Where the bytes are. Keys and secrets come from the environment only."""
+
+    endpoint: str = "http://127.0.0.1:8333"
+    """URL of the S3 endpoint."""
+    name: Annotated[str, Field(min_length=3, max_length=63)] = "stoa"
+    """Name of the bucket."""
+    region: str = "auto"
+    """Region of the bucket; R2's is auto."""
+    head_interval_seconds: Annotated[float, Field(ge=0.0, le=60.0)] = 1.0
+    """Least time between two writes of HEAD: R2 allows one a second."""
+
+
+class Environment(Section):
+    """What the policy practises on."""
+
+    name: str = "search"
+    """Name in the registry of environments."""
+    settings: dict[str, Scalar] = Field(default_factory=dict)
+    """The environment's own settings."""
+
+
+class Rollout(Section):
+    """How a sweep is played."""
+
+    groups: Annotated[int, Field(ge=1, le=64)] = 8
+    """Groups one Mac plays in one batch."""
+    group_size: Annotated[int, Field(ge=4, le=8)] = 8
+    """Episodes of one question."""
+    min_group_size: Annotated[int, Field(ge=4, le=8)] = 4
+    """Fewest scored episodes a group may ship with."""
+    record_routing: bool = False
+    """Record the experts chosen for every token."""
+
+
+class Gate(Section):
+    """The DPPO rule that drops a token."""
+
+    mode: Literal["tv", "kl", "symmetric", "ppo_clip", "dual_clip_tv", "off"] = "tv"
+    """Which rule is trained with; all are logged."""
+    delta: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """How far a token's probability may move outward (tv)."""
+    delta_kl: Annotated[float, Field(gt=0.0)] = 0.05
+    """The same for the binary KL."""
+    ratio_cap: Annotated[float, Field(ge=1.0)] = 20.0
+    """Upper bound of pi / mu in the gradient."""
+
+
+class Learning(Section):
+    """How gradients become weights."""
+
+    learning_rate: Annotated[float, Field(ge=0.0)] = 1e-4
+    """Adam's learning rate."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0."""
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Adam's beta 1."""
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Adam's beta 2."""
+    epsilon: Annotated[float, Field(gt=0.0)] = 1e-8
+    """Adam's epsilon."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """AdamW's weight decay."""
+    grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
+    """Largest norm of a step's gradient."""
+    groups_per_step: Annotated[int, Field(ge=1)] = 8
+    """Usable groups an optimizer step trains on."""
+    steps_per_version: Annotated[int, Field(ge=1)] = 4
+    """Optimizer steps between two published versions."""
+    normalise_advantage: bool = False
+    """Divide advantages by the group's standard deviation."""
+    tokens_per_sequence: Annotated[int, Field(ge=1)] = 12
+    """Planned sampled tokens of a sequence: the fixed denominator of the loss is sequences x this."""
+    micro_batch_tokens: Annotated[int, Field(ge=64)] = 8192
+    """Token budget of one forward and backward pass."""
+    max_staleness: Annotated[int, Field(ge=0)] = 3
+    """Versions of lag that admission plans for."""
+    max_staleness_hard: Annotated[int, Field(ge=0)] = 8
+    """Versions of lag beyond which a group is dropped."""
+    max_refills: Annotated[float, Field(ge=1.0)] = 4.0
+    """Groups a step may look at, as a multiple of groups_per_step, before it counts as starved of signal."""
+    starved_seconds: Annotated[float, Field(gt=0.0)] = 300.0
+    """Longest wait of one step for groups."""
+    intake_poll_seconds: Annotated[float, Field(gt=0.0)] = 0.3
+    """How often the trainer looks for new groups while it waits."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the forward pass; masters are float32."""
+    num_threads: Annotated[int, Field(ge=0)] = 1
+    """Threads of the trainer on a CPU host; 0 leaves it to torch."""
+    gate: Gate = Field(default_factory=Gate)
+
+
+class Alarm(Section):
+    """A bound on a metric; crossing it pauses the trainer or is only logged."""
+
+    threshold: float
+    """Value at which it fires."""
+    action: Literal["pause", "log"] = "log"
+    """What it does."""
+
+
+class Alarms(Section):
+    """Alarms on step metrics."""
+
+    gate_drop_rate: Alarm = Alarm(threshold=0.25)
+    """Share of tokens with an advantage that the gate drops."""
+    mismatch_mean: Alarm = Alarm(threshold=0.2)
+    """Mean |pi - mu| over sampled tokens."""
+    ess_fraction: Alarm = Alarm(threshold=0.2)
+    """Effective sample size over tokens; fires below."""
+
+
+class Publish(Section):
+    """How weights leave the trainer."""
+
+    hysteresis: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.02
+    """Dead band, in code steps, around half a step before a code moves."""
+    anchor_every_versions: Annotated[int, Field(ge=1)] = 20
+    """Full weights every this many versions."""
+    checkpoint_every_versions: Annotated[int, Field(ge=1)] = 1
+    """Trainer state every this many versions."""
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    """Checkpoints kept in the bucket."""
+    anchor_part_bytes: Annotated[int, Field(ge=65536)] = 134_217_728
+    """Size at which an anchor starts another part."""
+
+
+class Evaluation(Section):
+    """Held-out examination."""
+
+    every_versions: Annotated[int, Field(ge=0)] = 4
+    """Versions between two evaluations; 0 for only first and last."""
+    num_questions: Annotated[int, Field(ge=1)] = 128
+    """Questions of an evaluation on the way."""
+    num_questions_final: Annotated[int, Field(ge=1)] = 512
+    """Questions of the first and the last evaluation."""
+    questions_a_part: Annotated[int, Field(ge=1, le=256)] = 64
+    """Questions handed to one Mac at a time."""
+
+
+class Stop(Section):
+    """When the run ends by itself; 0 turns a condition off."""
+
+    max_steps: Annotated[int, Field(ge=0)] = 96
+    """Optimizer steps."""
+    max_versions: Annotated[int, Field(ge=0)] = 0
+    """Published versions."""
+    max_minutes: Annotated[float, Field(ge=0.0)] = 0.0
+    """Wall clock."""
+    target_pass_at_1: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Held-out pass@1 that is enough."""
+
+
+class Timeouts(Section):
+    """Limits of waiting."""
+
+    heartbeat_seconds: Annotated[float, Field(ge=2.0)] = 30.0
+    """Longest silence of a running activity."""
+    sweep_seconds: Annotated[float, Field(ge=10.0)] = 900.0
+    """Longest sweep."""
+    step_seconds: Annotated[float, Field(ge=10.0)] = 3600.0
+    """Longest optimizer step."""
+    away_minutes: Annotated[float, Field(gt=0.0)] = 30.0
+    """How long a lost Mac's session waits for it."""
+    head_poll_seconds: Annotated[float, Field(gt=0.0)] = 10.0
+    """How often a Mac that has nothing to do looks at HEAD."""
+
+
+class RunConfig(Section):
+    """All settings of one run."""
+
+    run: Name = "demo"
+    """Name of the run: lower case letters, digits and dashes."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of question order and sampling."""
+    model: str = "environments/search/policy"
+    """Folder of the base checkpoint."""
+    temporal: Temporal = Field(default_factory=Temporal)
+    bucket: Bucket = Field(default_factory=Bucket)
+    environment: Environment = Field(default_factory=Environment)
+    rollout: Rollout = Field(default_factory=Rollout)
+    learning: Learning = Field(default_factory=Learning)
+    alarms: Alarms = Field(default_factory=Alarms)
+    publish: Publish = Field(default_factory=Publish)
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    stop: Stop = Field(default_factory=Stop)
+    timeouts: Timeouts = Field(default_factory=Timeouts)
+
+    @property
+    def groups_per_version(self) -> int:
+        """B of the admission rule: usable groups a version consumes."""
+        return self.learning.steps_per_version * self.learning.groups_per_step
+
+    @property
+    def model_folder(self) -> Path:
+        """Folder of the base checkpoint as given."""
+        return Path(self.model)

@@ -1,0 +1,104 @@
+"""What the activities expect of the engines behind them: Protocols only, standard library only.
+
+The engines live in `worker_mac` and `trainer_gpu` and are injected by their worker mains; tests inject fakes. All
+methods are synchronous, run on one engine thread, and raise errors of `stoa.contracts.errors`.
+"""
+
+from typing import Protocol
+
+from stoa.contracts.messages import (
+    Acquired,
+    AcquireRequest,
+    Checkpointed,
+    CheckpointRequest,
+    EvaluationResult,
+    Grant,
+    GrantRequest,
+    HeadStateRequest,
+    HeadStateResult,
+    Published,
+    PublishRequest,
+    StepRequest,
+    StepResult,
+    SummariseRequest,
+    SweepRequest,
+    SweepResult,
+)
+
+
+class Progress(Protocol):
+    """How an engine shows that it moves, and learns that it should stop. Safe to call from any thread."""
+
+    def report(self, detail: str) -> None:
+        """Say what has just been done (under 200 bytes, shown as heartbeat details). Not calling it stops the heartbeat."""
+        ...
+
+    @property
+    def cancelled(self) -> bool:
+        """True once the activity was cancelled: give up at the next safe point."""
+        ...
+
+    @property
+    def stopping(self) -> bool:
+        """True once this process was asked to end: finish what is in hand, ship it, return."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """A Mac's side: plays one sweep and ships its groups."""
+
+    def sweep(self, request: SweepRequest, progress: Progress) -> SweepResult:
+        """Bring weights up to date, play all groups in one batch, ship each as it ends."""
+        ...
+
+
+class PolicyTrainer(Protocol):
+    """The GPU box's side: holds the run's lease and trains."""
+
+    def acquire(self, request: AcquireRequest, attempt: int, progress: Progress) -> Acquired:
+        """Take the run with a new fencing token, load its newest state, publish it."""
+        ...
+
+    def train_step(self, request: StepRequest, progress: Progress) -> StepResult:
+        """Do one optimizer step, waiting for groups at most the configured time."""
+        ...
+
+    def publish(self, request: PublishRequest, progress: Progress) -> Published:
+        """Publish the present weights as the next version."""
+        ...
+
+    def checkpoint(self, request: CheckpointRequest, progress: Progress) -> Checkpointed:
+        """Save the trainer's state and name it in HEAD."""
+        ...
+
+
+class Granter(Protocol):
+    """Admission: who may generate what."""
+
+    def grant(self, request: GrantRequest, progress: Progress) -> Grant:
+        """The grant of (host, sweep): the same one each time; waits up to `wait_seconds` for room."""
+        ...
+
+    def host_left(self, host: str) -> None:
+        """Groups a lost Mac still owed leave the ledger until it asks again."""
+        ...
+
+
+class HeadKeeper(Protocol):
+    """The control side's only write to HEAD."""
+
+    def set_state(self, request: HeadStateRequest, progress: Progress) -> HeadStateResult:
+        """Set HEAD.state by compare-and-swap; idempotent by nonce."""
+        ...
+
+
+class Evaluator(Protocol):
+    """Scores an evaluation's parts."""
+
+    def summarise(self, request: SummariseRequest, progress: Progress) -> EvaluationResult:
+        """Read the parts, score them from ids, write the summary object, return it."""
+        ...
+
+    def held_out(self, run: str, num_questions: int, seed: int) -> tuple[str, ...]:
+        """The fixed seeded choice of held-out question ids."""
+        ...
