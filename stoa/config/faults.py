@@ -1,0 +1,131 @@
+"""Turns what pydantic says about a settings tree into sentences a person can act on: file, line, key, nearest name.
+
+All faults of a tree are told at once. Nothing here reads a file or the environment; `load.py` gives it the text.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from stoa.contracts.errors import ConfigError
+
+_TABLE = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
+_KEY = re.compile(r"\s*((?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
+_BARE = re.compile(r"\"[^\"]*\"|'[^']*'|[^.\s]+")
+_UNION_PARTS = frozenset({"str", "int", "float", "bool"})
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the settings came from: the file's name, its text, and names of later layers by dotted key."""
+
+    name: str
+    text: str = ""
+    layers: Mapping[str, str] | None = None
+    """Dotted key -> what set it (`--set` or a variable), when it was not the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing wrong: where, what, and what may have been meant."""
+
+    where: str
+    what: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+def config_error(error: ValidationError, model: type[BaseModel], origin: Origin) -> ConfigError:
+    """One ConfigError that tells every fault pydantic found in a tree of `model`."""
+    lines = find_lines(origin.text)
+    faults = list(dict.fromkeys(_fault(detail, model, origin, lines) for detail in error.errors(include_url=False)))
+    return join_faults(faults, origin.name)
+
+
+def join_faults(faults: Sequence[Fault], name: str) -> ConfigError:
+    """One ConfigError of all faults: a single one keeps its hint apart, several keep theirs beside them."""
+    if len(faults) == 1:
+        return ConfigError(str(faults[0]), hint=faults[0].hint)
+    lines = [f"  {fault}" + (f" ({fault.hint})" if fault.hint else "") for fault in faults]
+    return ConfigError("\n".join([f"{name}: {len(faults)} settings are wrong", *lines]), hint="correct all of them")
+
+
+def find_lines(text: str) -> dict[str, int]:
+    """Dotted key -> number of the line that gives it, of tables and plain keys of a TOML text."""
+    lines: dict[str, int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if (found := _TABLE.match(line)) is not None:
+            table = _parts(found[1])
+            lines.setdefault(".".join(table), number)
+        elif (found := _KEY.match(line)) is not None:
+            lines.setdefault(".".join((*table, *_parts(found[1]))), number)
+    return lines
+
+
+def dotted_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every setting of a tree, tables included, as `table.key`."""
+    for name, info in model.model_fields.items():
+        yield f"{prefix}{name}"
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from dotted_names(inner, f"{prefix}{name}.")
+
+
+def nearest_name(wrong: str, model: type[BaseModel]) -> str:
+    """The setting most like `wrong`: in the same table (initials count: lr), then by last part anywhere, else any."""
+    names = list(dotted_names(model))
+    table, _, last = wrong.rpartition(".")
+    siblings = [name for name in names if name.rpartition(".")[0] == table]
+    if close := get_close_matches(wrong, siblings, n=1, cutoff=0.75):
+        return close[0]
+    if initials := [name for name in siblings if _initials(name) == last.lower()]:
+        return initials[0]
+    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+    if close := get_close_matches(last, list(by_last), n=1, cutoff=0.75):
+        return by_last[close[0]]
+    close = get_close_matches(wrong, names, n=1, cutoff=0.0)
+    return close[0] if close else ""
+
+
+def _fault(detail: ErrorDetails, model: type[BaseModel], origin: Origin, lines: Mapping[str, int]) -> Fault:
+    loc = detail["loc"]
+    scalar = len(loc) > 1 and loc[-1] in _UNION_PARTS
+    key = ".".join(str(part) for part in (loc[:-1] if scalar else loc))
+    where = _where(key, origin, lines)
+    if scalar:
+        return Fault(where, f"{key} = {detail['input']!r}: should be text, a number, true or false", "")
+    if detail["type"] == "extra_forbidden":
+        return Fault(where, f"{key} is not a setting", f"did you mean {nearest_name(key, model)}?")
+    said = detail["msg"]
+    said = said[:1].lower() + said[1:]
+    return Fault(where, f"{key} = {detail['input']!r}: {said}", _allowed(detail))
+
+
+def _allowed(detail: ErrorDetails) -> str:
+    if detail["type"] == "literal_error":
+        expected = re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
+        close = get_close_matches(str(detail["input"]), expected, n=1, cutoff=0.0)
+        return f"did you mean {close[0]}?" if close else ""
+    return ""
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.rpartition(".")[2].split("_"))
+
+
+def _where(key: str, origin: Origin, lines: Mapping[str, int]) -> str:
+    if origin.layers is not None and key in origin.layers:
+        return origin.layers[key]
+    number = lines.get(key)
+    return origin.name if number is None else f"{origin.name}:{number}"
+
+
+def _parts(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip("\"'") for part in _BARE.findall(dotted))

@@ -1,0 +1,225 @@
+"""Reads settings: TOML, then `--set`, then the environment's endpoints. The only reader of the environment.
+
+What the settings are is `run.py`'s. Secrets come from here and nowhere else, and never print themselves.
+
+    STOA_TEMPORAL_ADDRESS  STOA_BUCKET_ENDPOINT  STOA_BUCKET_NAME     endpoints, stronger than the file
+    STOA_BUCKET_KEY  STOA_BUCKET_SECRET                               else AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY
+    STOA_STATE                                                        base folder of state on this host
+    STOA_SIGNING_KEY                                                  base64 of 32 bytes, else <state>/signing.key
+"""
+
+import base64
+import binascii
+import os
+import re
+import secrets
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, cast
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from stoa.config.faults import Origin, config_error
+from stoa.config.run import Bucket, RunConfig
+from stoa.contracts.errors import AccessDeniedError, ConfigError
+
+PROJECT_ROOT: Final = Path(__file__).resolve().parents[2]
+DEFAULT_CONFIG: Final = PROJECT_ROOT / "configs" / "demo.toml"
+LOOPBACK_KEY: Final = "stoa"
+LOOPBACK_SECRET: Final = "stoa-on-loopback"  # noqa: S105 - a local server's well-known pair, no secret
+_ENDPOINTS: Final = {
+    "STOA_TEMPORAL_ADDRESS": ("temporal", "address"),
+    "STOA_BUCKET_ENDPOINT": ("bucket", "endpoint"),
+    "STOA_BUCKET_NAME": ("bucket", "name"),
+}
+_SEED_BYTES: Final = 32
+_TOML_LINE = re.compile(r"\(at line (\d+), column \d+\)")
+
+Tree = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A key and its secret for the bucket; printing one shows neither."""
+
+    key: str = field(repr=False)
+    secret: str = field(repr=False)
+
+
+def load_run(
+    path: Path | None = None, sets: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
+) -> RunConfig:
+    """The settings of a run: `path` (default configs/demo.toml), then each `table.key=value`, then endpoints.
+
+    Raises ConfigError that names file, line, key and the nearest setting, for all faults at once.
+    """
+    path = DEFAULT_CONFIG if path is None else path
+    text = _read_text(path)
+    tree = _parse(text, path)
+    layers: dict[str, str] = {}
+    for item in sets:
+        key = _apply_set(tree, item)
+        layers[key] = f"--set {item}"
+    for variable, (table, key) in _ENDPOINTS.items():
+        value = (os.environ if environ is None else environ).get(variable, "")
+        if value:
+            _put(tree, (table, key), value, variable)
+            layers[f"{table}.{key}"] = variable
+    try:
+        return RunConfig.model_validate(tree, strict=True)
+    except ValidationError as error:
+        raise config_error(error, RunConfig, Origin(str(path), text, layers)) from None
+
+
+def bucket_credentials(bucket: Bucket, *, environ: Mapping[str, str] | None = None) -> Credentials:
+    """Key and secret for `bucket`. Raises AccessDeniedError when there is none and the endpoint is not loopback."""
+    source = os.environ if environ is None else environ
+    for names in (("STOA_BUCKET_KEY", "STOA_BUCKET_SECRET"), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")):
+        key, secret = (source.get(name, "") for name in names)
+        if key and secret:
+            return Credentials(key, secret)
+        if key or secret:
+            missing = names[1] if key else names[0]
+            raise AccessDeniedError(f"{bucket.endpoint}: {missing} is not set", hint=f"set {names[0]} and {names[1]}")
+    if is_loopback(bucket.endpoint):
+        return Credentials(LOOPBACK_KEY, LOOPBACK_SECRET)
+    raise AccessDeniedError(
+        f"{bucket.endpoint}: no key for the bucket in the environment",
+        hint="set STOA_BUCKET_KEY and STOA_BUCKET_SECRET",
+    )
+
+
+def is_loopback(endpoint: str) -> bool:
+    """True if a URL or host:port names this machine."""
+    host = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}").hostname or ""
+    return host in {"localhost", "::1"} or host.startswith("127.")
+
+
+def state_base() -> Path:
+    """Base folder of everything this project keeps on this host."""
+    given = os.environ.get("STOA_STATE", "")
+    return Path(given).expanduser() if given else Path.home() / ".local" / "state" / "stoa"
+
+
+def state_folder(role: str) -> Path:
+    """Folder of one role (`trainer`, `mac`) under the base, made if it is not there; readable by its owner only."""
+    folder = state_base() / role
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def signing_key_path() -> Path:
+    """File of the run's private signing key, used when STOA_SIGNING_KEY is not set."""
+    return state_base() / "signing.key"
+
+
+def signing_seed(*, create: bool = False) -> bytes:
+    """The 32 secret bytes of the ed25519 key that signs manifests: STOA_SIGNING_KEY, else the file (0600).
+
+    With `create` a missing file is made. Raises ConfigError if there is no key, or it is not base64 of 32 bytes.
+    """
+    given = os.environ.get("STOA_SIGNING_KEY", "")
+    if given:
+        return _decode_seed(given, "STOA_SIGNING_KEY")
+    path = signing_key_path()
+    if create:
+        _make_seed(path)
+    try:
+        text = path.read_text("ascii")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: the key that signs this run is not here",
+            hint="`stoa run` makes it; on another host set STOA_SIGNING_KEY or copy the file",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a signing key ({error})") from None
+    if path.stat().st_mode & 0o077:
+        raise ConfigError(f"{path}: others than its owner may read it", hint=f"run `chmod 600 {path}`")
+    return _decode_seed(text, str(path))
+
+
+def resolve_model_folder(config: RunConfig) -> Path:
+    """Folder of the base checkpoint: as given from the working folder, else from the project's root."""
+    given = config.model_folder.expanduser()
+    for folder in (given, PROJECT_ROOT / given):
+        if (folder / "config.json").is_file():
+            return folder.resolve()
+    raise ConfigError(
+        f"model = {config.model!r}: no folder of that name holds a config.json",
+        hint=f"looked in {Path.cwd()} and {PROJECT_ROOT}",
+    )
+
+
+def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with `overrides`: what a worker it starts is given."""
+    return {**os.environ, **overrides}
+
+
+def colour_refused() -> bool:
+    """True if NO_COLOR asks for plain text."""
+    return os.environ.get("NO_COLOR", "") != ""
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file", hint=f"an example is {DEFAULT_CONFIG}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+
+
+def _parse(text: str, path: Path) -> Tree:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = _TOML_LINE.search(str(error))
+        where = f"{path}:{found[1]}" if found else str(path)
+        said = _TOML_LINE.sub("", str(error)).strip()
+        raise ConfigError(f"{where}: not TOML: {said}", hint="strings stand in quotes, tables in [brackets]") from None
+
+
+def _apply_set(tree: Tree, item: str) -> str:
+    name, equals, text = item.partition("=")
+    name = name.strip()
+    if not equals or not name:
+        raise ConfigError(f"--set {item}: not of the form table.key=value", hint="for example --set stop.max_steps=8")
+    try:
+        value = cast(object, tomllib.loads(f"value = {text}")["value"])
+    except tomllib.TOMLDecodeError:
+        value = text
+    _put(tree, tuple(name.split(".")), value, f"--set {item}")
+    return name
+
+
+def _put(tree: Tree, path: tuple[str, ...], value: object, source: str) -> None:
+    table = tree
+    for part in path[:-1]:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{source}: {part} is a value, not a table")
+        table = cast(Tree, inner)
+    table[path[-1]] = value
+
+
+def _decode_seed(text: str, where: str) -> bytes:
+    try:
+        seed = base64.b64decode(text.strip(), validate=True)
+    except (binascii.Error, ValueError):
+        seed = b""
+    if len(seed) != _SEED_BYTES:
+        raise ConfigError(f"{where}: a signing key is base64 of {_SEED_BYTES} bytes")
+    return seed
+
+
+def _make_seed(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(handle, "wb") as file:
+        file.write(base64.b64encode(secrets.token_bytes(_SEED_BYTES)) + b"\n")
