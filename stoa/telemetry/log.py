@@ -1,0 +1,51 @@
+"""structlog set-up of every process: events to stderr, data never.
+
+What is logged where is the caller's business; this file decides form only. A terminal gets readable lines, a file or
+pipe gets one JSON object a line. Values of secrets are masked by name as a last line of defence.
+"""
+
+import logging
+import sys
+from collections.abc import MutableMapping
+
+import structlog
+
+_SECRET_NAMES = ("secret", "token_secret", "password", "signing_key", "authorization", "credential")
+
+
+def _mask_secrets(_logger: object, _method: str, event: MutableMapping[str, object]) -> MutableMapping[str, object]:
+    for name in event:
+        if any(part in name.lower() for part in _SECRET_NAMES):
+            event[name] = "***"
+    return event
+
+
+def configure(*, level: str = "info", json_lines: bool | None = None, **bound: object) -> None:
+    """Set up logging for this process, once, and bind fields (run, worker, version) to every event.
+
+    level: a name of the standard library's levels. json_lines: None decides by whether stderr is a terminal.
+    """
+    number = logging.getLevelNamesMapping()[level.upper()]
+    as_json = not sys.stderr.isatty() if json_lines is None else json_lines
+    renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=False)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            _mask_secrets,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr, force=True)
+    structlog.contextvars.clear_contextvars()
+    structlog.contextvars.bind_contextvars(**bound)
+
+
+def bind(**fields: object) -> None:
+    """Bind more fields to every later event of this context."""
+    structlog.contextvars.bind_contextvars(**fields)
