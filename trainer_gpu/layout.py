@@ -1,0 +1,54 @@
+"""How the model is cut over processes, and Megatron's process groups for that cut.
+
+Layouts that are known to train wrongly are refused here. Assumes the process group exists.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from stoa.contracts.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the cuts. What is left over is data parallel."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+
+
+def check_layout(layout: Layout, world_size: int) -> None:
+    """Refuse what is known to train wrongly, or is not built.
+
+    Raises:
+        LayoutError: names the cut and why.
+    """
+    hint = "use data and expert parallelism: the experts are nine tenths of the model"
+    if layout.tensor != 1:
+        # Measured: tensor 2 with expert 1 and expert-tensor 1 loses the other rank's expert gradients without a word.
+        raise LayoutError("tensor parallelism trains the experts wrongly in megatron-core 0.16", hint=hint)
+    if layout.context != 1:
+        raise LayoutError("context parallelism cuts the short convolution's window at rank borders", hint=hint)
+    if layout.pipeline != 1:
+        raise LayoutError("pipeline parallelism is not built: a step runs whole micro-batches", hint=hint)
+    if layout.expert < 1 or world_size % layout.expert:
+        raise LayoutError(f"expert parallelism {layout.expert} does not divide {world_size} processes", hint=hint)
+
+
+def initialize_layout(layout: Layout, seed: int) -> None:
+    """Set up Megatron's process groups for `layout`, and its CUDA generators where there is CUDA. Raises LayoutError."""
+    check_layout(layout, dist.get_world_size())
+    has_cuda = torch.cuda.is_available()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=layout.expert, create_gloo_process_groups=not has_cuda)
+    if has_cuda:
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def destroy_layout() -> None:
+    """Undo `initialize_layout`."""
+    parallel_state.destroy_model_parallel()

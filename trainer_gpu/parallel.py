@@ -1,0 +1,194 @@
+"""The model wrapped for training: gradient buffers, optimizer, one step, state in and out.
+
+Megatron's DDP, optimizers and gradient reduction do the work. The loss, the batches and checkpoint files are
+elsewhere; the layout over processes is in `layout.py`. Assumes `trainer_gpu.host.setup_process` has run in this process.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from stoa.contracts.errors import CheckpointError, NonFiniteError
+from trainer_gpu import host
+
+MASTER, FIRST_MOMENT, SECOND_MOMENT, BUFFER = "master", "exp_avg", "exp_avg_sq", "buffer"
+STEP = "optimizer.step"
+
+
+class Trainable:
+    """A model with its gradient buffers and its Adam state. `build_optimizer` makes one."""
+
+    def __init__(self, model: GPTModel, optimizer_config: OptimizerConfig) -> None:
+        self.model = model
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False)
+        self._ddp = DistributedDataParallel(model.config, config, model)
+        self._ddp.broadcast_params()
+        with host.cuda_literals():
+            self._optimizer = get_megatron_optimizer(optimizer_config, [self._ddp], use_gloo_process_groups=not host.HAS_CUDA)
+        self._clip_grad = optimizer_config.clip_grad
+
+    def step(self, losses: Iterable[Callable[[], torch.Tensor]]) -> float:
+        """One optimizer step.
+
+        Args:
+            losses: one closure a micro-batch; each runs the forward pass and returns a scalar that is summed over
+                micro-batches and processes. Nothing is divided by anything here: a loss carries its denominator.
+
+        Returns:
+            The global gradient norm before clipping.
+
+        Raises:
+            NonFiniteError: the gradient holds NaN or infinity; no parameter and no moment has changed.
+        """
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        for loss in losses:
+            loss().backward()
+        # calculate_per_token_loss makes this a plain sum over processes; without a token count it stays one.
+        finalize_model_grads([self._ddp], num_tokens=None)
+        with host.cuda_literals(), torch.no_grad():
+            self._optimizer.prepare_grads()
+            grad_norm = float(self._optimizer.get_grad_norm())
+            if not torch.isfinite(torch.tensor(grad_norm)):
+                raise NonFiniteError(
+                    f"the gradient norm is {grad_norm}; the step was not taken",
+                    hint="look at the batch: a logprob, an advantage or a weight is not finite",
+                )
+            for part in self._optimizer.chained_optimizers:
+                if self._clip_grad > 0:
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip_grad, grad_norm)
+            self._optimizer.step_with_ready_grads()
+        return grad_norm
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """fp32 gradients of the last step by parameter name, summed and clipped, as views."""
+        return {global_name(self.model, n): p.main_grad for n, p in self.model.named_parameters()}
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """fp32 master of every parameter of this process by name, as views: what the optimizer changes."""
+        return {global_name(self.model, n): getattr(p, "main_param", p).detach() for n, p in self.model.named_parameters()}
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Masters, moments, step count and buffers of this process in one flat dict, as views.
+
+        Keys: `master.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME` (fp32), `buffer.NAME`, `optimizer.step` (int64 scalar).
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        num_steps = 0
+        for name, master, adam in self._adam_entries():
+            state = adam.state.get(master, {})
+            tensors[f"{MASTER}.{name}"] = master.detach()
+            for key in (FIRST_MOMENT, SECOND_MOMENT):
+                tensors[f"{key}.{name}"] = state[key] if key in state else torch.zeros_like(master)
+            num_steps = max(num_steps, int(state.get("step", 0)), *(int(g.get("step", 0)) for g in adam.param_groups))
+        for name, buffer in self.model.named_buffers():
+            if is_saved_buffer(name):
+                tensors[f"{BUFFER}.{name}"] = buffer
+        tensors[STEP] = torch.tensor(num_steps, dtype=torch.int64)
+        return tensors
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `state_tensors` returned; the next step is then bit-equal to one never interrupted.
+
+        Raises:
+            CheckpointError: names or shapes are not this model's; nothing has changed.
+        """
+        check_same_tensors(tensors, self.state_tensors())
+        num_steps = int(tensors[STEP])
+        parameters = {global_name(self.model, n): p for n, p in self.model.named_parameters()}
+        for name, master, adam in self._adam_entries():
+            master.copy_(tensors[f"{MASTER}.{name}"])
+            parameters[name].copy_(master)
+            state = adam.state[master]
+            for key in (FIRST_MOMENT, SECOND_MOMENT):
+                state[key] = tensors[f"{key}.{name}"].to(master.device, torch.float32, copy=True)
+            if isinstance(adam, torch.optim.AdamW):
+                state["step"] = torch.tensor(float(num_steps))
+            else:  # fused Adam counts once a group; not run here
+                for group in adam.param_groups:
+                    group["step"] = num_steps
+        for name, buffer in self.model.named_buffers():
+            if is_saved_buffer(name):
+                buffer.copy_(tensors[f"{BUFFER}.{name}"])
+
+    def _adam_entries(self) -> Iterable[tuple[str, torch.Tensor, torch.optim.Optimizer]]:
+        """(parameter name, its master, the torch optimizer that owns the master)."""
+        owner = {
+            id(master): part.optimizer
+            for part in self._optimizer.chained_optimizers
+            for group in part.param_groups
+            for master in group["params"]
+        }
+        for name, parameter in self.model.named_parameters():
+            master = getattr(parameter, "main_param", parameter)
+            yield global_name(self.model, name), master, owner[id(master)]
+
+
+def build_optimizer(
+    model: GPTModel,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip_grad: float,
+) -> Trainable:
+    """Wrap `model` for training with AdamW. An fp32 model is its own master; bf16 gets fp32 masters.
+
+    Args:
+        clip_grad: largest global gradient norm; 0 turns clipping off. Norm weights are never decayed.
+    """
+    dtype = model.config.params_dtype
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        min_lr=lr,
+        weight_decay=weight_decay,
+        adam_beta1=betas[0],
+        adam_beta2=betas[1],
+        adam_eps=eps,
+        clip_grad=clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=False,
+    )
+    return Trainable(model, config)
+
+
+def global_name(model: GPTModel, name: str) -> str:
+    """The parameter's name with the expert's number in the whole model instead of on this process."""
+    head, mark, tail = name.partition(".local_experts.")
+    if not mark:
+        return name
+    local, _, rest = tail.partition(".")
+    size = parallel_state.get_expert_model_parallel_world_size()
+    first = parallel_state.get_expert_model_parallel_rank() * (model.config.num_moe_experts // size)
+    return f"{head}{mark}{first + int(local)}.{rest}"
+
+
+def is_saved_buffer(name: str) -> bool:
+    """Whether a buffer is part of the model: expert_bias is, Megatron's token counters are not."""
+    return name.endswith("expert_bias")
+
+
+def check_same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError unless both have the same names and shapes."""
+    hint = "the checkpoint is of another architecture, or torn"
+    for title, names in (("lacks", expected.keys() - found.keys()), ("also holds", found.keys() - expected.keys())):
+        if names:
+            shown = ", ".join(sorted(names)[:3])
+            raise CheckpointError(f"the trainer state {title} {len(names)} tensors: {shown}", hint=hint)
+    for name, tensor in expected.items():
+        if found[name].shape != tensor.shape:
+            shapes = f"{tuple(found[name].shape)}, not {tuple(tensor.shape)}"
+            raise CheckpointError(f"the trainer state's {name} has shape {shapes}", hint=hint)
