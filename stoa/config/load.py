@@ -1,4 +1,4 @@
-"""Reads settings: TOML, then `--set`, then the environment's endpoints. The only reader of the environment.
+"""Reads settings: TOML (or the resolved JSON of a run), then `--set`, then endpoints. The only reader of the environment.
 
 What the settings are is `run.py`'s. Secrets come from here and nowhere else, and never print themselves.
 
@@ -10,6 +10,7 @@ What the settings are is `run.py`'s. Secrets come from here and nowhere else, an
 
 import base64
 import binascii
+import json
 import os
 import re
 import secrets
@@ -49,9 +50,7 @@ class Credentials:
     secret: str = field(repr=False)
 
 
-def load_run(
-    path: Path | None = None, sets: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
-) -> RunConfig:
+def load_run(path: Path | None = None, sets: Sequence[str] = (), *, environ: Mapping[str, str] | None = None) -> RunConfig:
     """The settings of a run: `path` (default configs/demo.toml), then each `table.key=value`, then endpoints.
 
     Raises ConfigError that names file, line, key and the nearest setting, for all faults at once.
@@ -158,11 +157,6 @@ def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **overrides}
 
 
-def colour_refused() -> bool:
-    """True if NO_COLOR asks for plain text."""
-    return os.environ.get("NO_COLOR", "") != ""
-
-
 def _read_text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
@@ -173,6 +167,8 @@ def _read_text(path: Path) -> str:
 
 
 def _parse(text: str, path: Path) -> Tree:
+    if path.suffix == ".json":
+        return _parse_json(text, path)
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -180,6 +176,16 @@ def _parse(text: str, path: Path) -> Tree:
         where = f"{path}:{found[1]}" if found else str(path)
         said = _TOML_LINE.sub("", str(error)).strip()
         raise ConfigError(f"{where}: not TOML: {said}", hint="strings stand in quotes, tables in [brackets]") from None
+
+
+def _parse_json(text: str, path: Path) -> Tree:
+    try:
+        tree: object = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: not a table of settings")
+    return cast(Tree, tree)
 
 
 def _apply_set(tree: Tree, item: str) -> str:

@@ -1,0 +1,99 @@
+"""The command `stoa`: the table of commands, and the edge where errors become messages and exit codes.
+
+Each command is one file under `cli/commands`, imported when it is called: `stoa --help` loads none of them.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Final, NoReturn
+
+from cyclopts import App, CycloptsError
+
+from cli import say
+from cli.say import Exit
+from stoa.contracts.errors import StoaError
+
+_COMMANDS: Final = {
+    "Run": {
+        "demo": "Run everything on this machine: servers, trainer, Macs, the small search task.",
+        "run": "Start a run, or go on with a stopped one, and follow it.",
+        "pause": "Pause a run: Macs finish their group, the trainer waits.",
+        "resume": "Undo a pause.",
+        "stop": "End a run after its present step, with a last evaluation.",
+    },
+    "Look": {
+        "status": "How a run is, what it waits for, and each Mac.",
+        "report": "Write report.json, metrics.jsonl, report.html and plots of a run.",
+        "export": "Make a folder of a run's weights that other tools open.",
+    },
+    "Set up": {
+        "services": "Start a local Temporal and a local bucket.",
+        "setup": "Make namespaces, search attributes and the bucket; safe to repeat.",
+        "config": "Check a configuration file.",
+    },
+}
+_EXAMPLES: Final = """RL post-training where Macs generate every rollout and one GPU box learns.
+
+Examples: `stoa demo` runs the whole thing here in minutes; `stoa run configs/demo.toml` starts a run on your servers;
+`stoa status demo` says how it is."""
+
+
+def build() -> App:
+    """The application with all commands, none of them imported."""
+    app = App(name="stoa", help=_EXAMPLES, version=_version, result_action="return_value", error_formatter=_usage_text)
+    for group, commands in _COMMANDS.items():
+        for name, text in commands.items():
+            app.command(f"cli.commands.{name}:{name}", name=name, help=text, group=group)
+    return app
+
+
+def main(tokens: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit with its code."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    sys.exit(run(sys.argv[1:] if tokens is None else tokens))
+
+
+def run(tokens: Sequence[str]) -> Exit:
+    """Run one command; every error becomes a message on stderr and a code."""
+    try:
+        result = build()(tokens, exit_on_error=False, print_error=False)
+    except CycloptsError as problem:
+        say.error(_usage_text(problem), "see `stoa --help`")
+        return Exit.WRONG_USE
+    except StoaError as problem:
+        return say.fault(problem)
+    except KeyboardInterrupt:
+        say.talk("stopped")
+        return Exit.STOPPED
+    except BrokenPipeError:
+        return Exit.FAILED
+    except Exception as problem:
+        say.error(f"{type(problem).__name__}: {problem}", "this is a fault of the program: the lines below say where")
+        import traceback
+
+        traceback.print_exc()
+        return Exit.FAILED
+    return result if isinstance(result, Exit) else Exit.DONE
+
+
+def _usage_text(problem: CycloptsError) -> str:
+    return " ".join(str(problem).split())
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("stoa")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

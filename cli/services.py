@@ -1,0 +1,174 @@
+"""The two local servers: `temporal server start-dev` and the S3 server `weed mini`, both on loopback only.
+
+Picks ports, starts, waits until real calls work. Which command wants them, and how long, is the command's business.
+"""
+
+import random
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cli.processes import Child, Household
+from cli.temporal import check_namespace
+from stoa.bucket.store import Store
+from stoa.config.load import Credentials, child_environment
+from stoa.config.run import Bucket
+from stoa.contracts.errors import MissingExtraError, PortTakenError, ServiceError, ServiceUnavailableError
+
+TEMPORAL_PORT: Final = 7233
+UI_PORT: Final = 8233
+BUCKET_PORT: Final = 8333
+WEED_GRPC_OFFSET: Final = 10_000
+"""The S3 server also takes each of its ports + this."""
+READY_SECONDS: Final = 40.0
+_FREE_PORTS: Final = range(20_000, 32_000)
+"""Below the range that systems hand out by themselves on outgoing connections, also with the offset added."""
+_HOST: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Ports a person sees; the others are picked free. 0 picks these too."""
+
+    temporal: int = 0
+    ui: int = 0
+    bucket: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Running servers."""
+
+    temporal_address: str
+    ui_url: str
+    bucket_endpoint: str
+    temporal: Child
+    weed: Child
+
+
+def free_ports(count: int, *, also_offset: int = 0) -> tuple[int, ...]:
+    """`count` different free loopback ports, each with port + `also_offset` free as well."""
+    found: list[int] = []
+    candidates = random.SystemRandom()
+    for _ in range(10_000):
+        port = candidates.choice(_FREE_PORTS)
+        if port not in found and _is_free(port) and (not also_offset or _is_free(port + also_offset)):
+            found.append(port)
+        if len(found) == count:
+            return tuple(found)
+    raise PortTakenError(f"no {count} free ports on {_HOST}", hint="end what holds them and try again")
+
+
+def start_services(house: Household, folder: Path, logs: Path, credentials: Credentials, ports: Ports) -> Services:
+    """Start both servers with their data under `folder` and wait until both answer.
+
+    Raises PortTakenError for a port somebody else has, MissingExtraError if a program is not installed,
+    ServiceUnavailableError if one ends or does not answer within `READY_SECONDS`.
+    """
+    temporal_port, ui_port, address_book = _temporal_ports(ports)
+    temporal = _start_temporal(house, folder / "temporal", logs, temporal_port, ui_port, address_book)
+    weed, bucket_port = _start_weed(house, folder / "bucket", logs, credentials, ports.bucket)
+    services = Services(
+        temporal_address=f"{_HOST}:{temporal_port}",
+        ui_url=f"http://{_HOST}:{ui_port}",
+        bucket_endpoint=f"http://{_HOST}:{bucket_port}",
+        temporal=temporal,
+        weed=weed,
+    )
+    deadline = time.monotonic() + READY_SECONDS
+    _wait(temporal, deadline, lambda: check_namespace(services.temporal_address, "default"))
+    bucket = Bucket(endpoint=services.bucket_endpoint, head_interval_seconds=0.0)
+    store = Store(bucket, credentials)
+    _wait(weed, deadline, store.ensure_bucket)
+    return services
+
+
+def program(name: str) -> str:
+    """Path of an installed program: beside this Python first, then on PATH. Raises MissingExtraError."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.is_file() else shutil.which(name)
+    if found is None:
+        raise MissingExtraError(f"the program `{name}` is not installed", hint="run `pip install 'stoa[local]'`")
+    return found
+
+
+def _temporal_ports(ports: Ports) -> tuple[int, int, tuple[int, int]]:
+    http, metrics, temporal, ui = free_ports(4)
+    temporal = _given(ports.temporal, temporal, "Temporal", "--temporal-port")
+    ui = _given(ports.ui, ui, "the Temporal UI", "--ui-port")
+    return temporal, ui, (http, metrics)
+
+
+def _start_temporal(house: Household, folder: Path, logs: Path, port: int, ui_port: int, other: tuple[int, int]) -> Child:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [
+        program("temporal"), "server", "start-dev", "--ip", _HOST, "--port", str(port),
+        "--http-port", str(other[0]), "--metrics-port", str(other[1]), "--ui-port", str(ui_port), "--ui-disable-news-fetch",
+        "--log-level", "error", "--db-filename", str(folder / "temporal.db"),
+        "--sqlite-pragma", "journal_mode=WAL", "--sqlite-pragma", "synchronous=NORMAL",
+    ]  # fmt: skip
+    env = child_environment({"TEMPORAL_VERSION_CHECK_DISABLED": "1", "GOMAXPROCS": "2"})
+    return house.start("temporal", command, env=env, log=logs / "temporal.log")
+
+
+def _start_weed(house: Household, folder: Path, logs: Path, credentials: Credentials, wanted: int) -> tuple[Child, int]:
+    folder.mkdir(parents=True, exist_ok=True)
+    # The server remembers the flags of its last start; ports of then may be taken now.
+    (folder / "mini.options").unlink(missing_ok=True)
+    master, volume, filer, admin, bucket = free_ports(5, also_offset=WEED_GRPC_OFFSET)
+    bucket = _given(wanted, bucket, "the bucket", "--bucket-port")
+    if wanted and not _is_free(wanted + WEED_GRPC_OFFSET):
+        raise PortTakenError(
+            f"{_HOST}:{wanted + WEED_GRPC_OFFSET}: taken, and the bucket on port {wanted} needs it too",
+            hint="choose another --bucket-port, or 0 for a free one",
+        )
+    command = [
+        program("weed"), "mini", f"-dir={folder}", f"-ip={_HOST}", f"-ip.bind={_HOST}", f"-s3.port={bucket}",
+        f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-admin.port={admin}",
+        "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
+    ]  # fmt: skip
+    env = child_environment({"AWS_ACCESS_KEY_ID": credentials.key, "AWS_SECRET_ACCESS_KEY": credentials.secret, "GOMAXPROCS": "2"})
+    return house.start("weed", command, env=env, log=logs / "bucket.log"), bucket
+
+
+def _given(wanted: int, free: int, what: str, flag: str) -> int:
+    if not wanted:
+        return free
+    if not _is_free(wanted):
+        raise PortTakenError(
+            f"{_HOST}:{wanted}: the port for {what} is taken", hint=f"end what uses it, or choose another {flag} (0: a free one)"
+        )
+    return wanted
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _wait(child: Child, deadline: float, call: Callable[[], None]) -> None:
+    """Repeat a real call until it works. Raises ServiceUnavailableError with the end of the server's log."""
+    while True:
+        try:
+            return call()
+        except ServiceError as problem:
+            if child.exit_code is not None:
+                raise ServiceUnavailableError(
+                    f"{child.name}: ended with code {child.exit_code} before it answered\n{child.last_lines()}",
+                    hint=f"its log is {child.log}",
+                ) from None
+            if time.monotonic() > deadline:
+                raise ServiceUnavailableError(
+                    f"{child.name}: did not answer within {READY_SECONDS:.0f} s ({problem.message})", hint=f"its log is {child.log}"
+                ) from None
+            time.sleep(0.1)

@@ -1,0 +1,190 @@
+"""The command line's view of Temporal: connect, start a run, ask how it is, tell it to pause, resume or stop.
+
+Synchronous, with a limit on every call. What the workflows do is theirs; servers are started by `services.py`.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowUpdateFailedError
+from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
+from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.service import RPCError, RPCStatusCode
+
+from stoa.config.run import Temporal
+from stoa.contracts import names
+from stoa.contracts.errors import (
+    AccessDeniedError,
+    RunExistsError,
+    RunMissingError,
+    ServiceError,
+    ServiceUnavailableError,
+    SetupMissingError,
+    UsageError,
+)
+from stoa.contracts.messages import Ask, FleetEvent, FleetPage, FleetQuery, RunInput, RunResult, RunStatus, SessionStatus
+
+CALL_SECONDS: Final = 10.0
+_HOW_TO_START: Final = "start one with `stoa services` or `temporal server start-dev`, or set STOA_TEMPORAL_ADDRESS"
+ResultT = TypeVar("ResultT")
+
+
+class Control:
+    """A connection to the namespaces of one configuration. Use as a context."""
+
+    def __init__(self, settings: Temporal) -> None:
+        self._settings = settings
+        self._runner = asyncio.Runner()
+        self._clients: dict[str, Client] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._runner.close()
+
+    def start_run(self, start: RunInput) -> None:
+        """Start RunWorkflow. Raises RunExistsError if one of this name is running."""
+        self._call(self._start_run(start), start.run)
+
+    def status(self, run: str) -> RunStatus:
+        """How the run is, running or ended. Raises RunMissingError if Temporal knows no such run."""
+        return self._call(self._status(run), run)
+
+    def is_running(self, run: str) -> bool:
+        """True while RunWorkflow runs; False when it ended or never was."""
+        try:
+            return self._call(self._workflow_status(run), run) == WorkflowExecutionStatus.RUNNING
+        except RunMissingError:
+            return False
+
+    def result(self, run: str) -> RunResult:
+        """How an ended run ended. Raises ServiceError with the cause if its workflow failed."""
+        return self._call(self._result(run), run)
+
+    def fleet(self, run: str) -> tuple[FleetEvent, ...]:
+        """Members of the run's fleet, joined or left, all pages."""
+        return self._call(self._fleet(run), run)
+
+    def sessions(self, run: str, hosts: tuple[str, ...]) -> tuple[SessionStatus, ...]:
+        """What each host's session says of itself; sessions that do not answer are left out."""
+        return self._call(self._sessions(run, hosts), run)
+
+    def ask(self, run: str, update: str, reason: str) -> None:
+        """Send the update `pause`, `resume` or `stop`. Raises UsageError if the run refuses it."""
+        self._call(self._ask(run, update, reason), run)
+
+    async def _client(self, namespace: str) -> Client:
+        if namespace not in self._clients:
+            self._clients[namespace] = await connect(self._settings.address, namespace)
+        return self._clients[namespace]
+
+    async def _start_run(self, start: RunInput) -> None:
+        client = await self._client(self._settings.namespace_core)
+        try:
+            await client.start_workflow(
+                names.RUN_WORKFLOW,
+                start,
+                id=names.run_workflow_id(start.run),
+                task_queue=names.control_queue(start.run),
+                id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+                id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
+                rpc_timeout=timedelta(seconds=CALL_SECONDS),
+            )
+        except WorkflowAlreadyStartedError:
+            raise RunExistsError(f"run {start.run}: its workflow is running already", hint=f"see `stoa status {start.run}`") from None
+
+    async def _status(self, run: str) -> RunStatus:
+        handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))
+        return await handle.query(names.STATUS_QUERY, result_type=RunStatus, rpc_timeout=timedelta(seconds=CALL_SECONDS))
+
+    async def _workflow_status(self, run: str) -> WorkflowExecutionStatus | None:
+        handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))
+        return (await handle.describe(rpc_timeout=timedelta(seconds=CALL_SECONDS))).status
+
+    async def _result(self, run: str) -> RunResult:
+        client = await self._client(self._settings.namespace_core)
+        handle = client.get_workflow_handle(names.run_workflow_id(run), result_type=RunResult)
+        try:
+            return await handle.result(rpc_timeout=timedelta(seconds=CALL_SECONDS))
+        except WorkflowFailureError as failure:
+            raise ServiceError(f"run {run}: {innermost(failure)}") from None
+
+    async def _fleet(self, run: str) -> tuple[FleetEvent, ...]:
+        handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))
+        members: list[FleetEvent] = []
+        after = ""
+        while True:
+            page: FleetPage = await handle.query(
+                names.FLEET_QUERY, FleetQuery(after_host=after), result_type=FleetPage, rpc_timeout=timedelta(seconds=CALL_SECONDS)
+            )
+            members.extend(page.members)
+            if not page.next_host or page.next_host == after:
+                return tuple(members)
+            after = page.next_host
+
+    async def _sessions(self, run: str, hosts: tuple[str, ...]) -> tuple[SessionStatus, ...]:
+        client = await self._client(self._settings.namespace_mac)
+
+        async def one(host: str) -> SessionStatus | None:
+            handle = client.get_workflow_handle(names.session_workflow_id(run, host))
+            try:
+                return await handle.query(names.SESSION_QUERY, result_type=SessionStatus, rpc_timeout=timedelta(seconds=CALL_SECONDS))
+            except RPCError:
+                return None
+
+        return tuple(status for status in await asyncio.gather(*map(one, hosts)) if status is not None)
+
+    async def _ask(self, run: str, update: str, reason: str) -> None:
+        handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))
+        try:
+            await handle.execute_update(update, Ask(reason), rpc_timeout=timedelta(seconds=6 * CALL_SECONDS))
+        except WorkflowUpdateFailedError as failure:
+            raise UsageError(f"run {run}: {update} was refused: {innermost(failure)}") from None
+
+    def _call(self, work: Coroutine[Any, Any, ResultT], run: str) -> ResultT:
+        try:
+            return self._runner.run(work)
+        except RPCError as problem:
+            raise _typed(problem, self._settings.address, run) from None
+
+
+async def connect(address: str, namespace: str) -> Client:
+    """A client of one namespace, or a typed error within `CALL_SECONDS`."""
+    try:
+        client = await asyncio.wait_for(Client.connect(address, namespace=namespace), CALL_SECONDS)
+        await client.workflow_service.describe_namespace(
+            DescribeNamespaceRequest(namespace=namespace), timeout=timedelta(seconds=CALL_SECONDS)
+        )
+    except (RuntimeError, TimeoutError) as problem:
+        raise ServiceUnavailableError(f"Temporal at {address} does not answer ({problem})", hint=_HOW_TO_START) from None
+    except RPCError as problem:
+        if problem.status == RPCStatusCode.NOT_FOUND:
+            raise SetupMissingError(f"Temporal at {address} has no namespace {namespace}", hint="run `stoa setup`") from None
+        raise _typed(problem, address, "") from None
+    return client
+
+
+def check_namespace(address: str, namespace: str) -> None:
+    """Return if a namespace answers real calls; raise ServiceUnavailableError or SetupMissingError otherwise."""
+    asyncio.run(connect(address, namespace))
+
+
+def innermost(failure: BaseException) -> str:
+    """The message at the root of a chain of Temporal failures."""
+    cause: BaseException = failure
+    while (inner := getattr(cause, "cause", None)) is not None:
+        cause = inner
+    return str(cause)
+
+
+def _typed(problem: RPCError, address: str, run: str) -> ServiceError | RunMissingError:
+    if problem.status == RPCStatusCode.NOT_FOUND and run:
+        return RunMissingError(f"run {run}: Temporal at {address} knows no such run", hint="start it with `stoa run CONFIG`")
+    if problem.status in (RPCStatusCode.PERMISSION_DENIED, RPCStatusCode.UNAUTHENTICATED):
+        return AccessDeniedError(f"Temporal at {address} refused us: {problem.message}")
+    return ServiceUnavailableError(f"Temporal at {address}: {problem.message}", hint=_HOW_TO_START)
