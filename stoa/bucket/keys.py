@@ -25,6 +25,7 @@ from stoa.contracts.ids import is_name
 
 _GROUP = re.compile(r"runs/([a-z0-9-]+)/groups/v(\d{8})/([a-z0-9-]+)/(\d{8})/(\d{2})\.safetensors\.zst")
 _STEP = re.compile(r"runs/([a-z0-9-]+)/steps/e(\d+)/s(\d{8})\.json")
+_CHECKPOINT = re.compile(r"runs/([a-z0-9-]+)/checkpoints/e(\d+)/s(\d{8})/([a-zA-Z0-9.-]+)")
 _GRANT = re.compile(r"runs/([a-z0-9-]+)/grants/([a-z0-9-]+)/(\d{8})\.json")
 
 
@@ -46,6 +47,16 @@ class StepKey:
     run: str
     epoch: int
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointKey:
+    """The parts of the key of one object of a checkpoint."""
+
+    run: str
+    epoch: int
+    step: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +150,11 @@ def checkpoint(run: str, epoch: int, step: int, name: str) -> str:
     return f"{root(run)}checkpoints/e{epoch}/s{step:08d}/{name}"
 
 
+def checkpoints_prefix(run: str) -> str:
+    """Prefix of all checkpoints."""
+    return f"{root(run)}checkpoints/"
+
+
 def eval_part(run: str, version: int, evaluation: str, part: int, host: str) -> str:
     """Episodes of one part of an evaluation."""
     return f"{root(run)}evals/v{version:08d}/{evaluation}/{part:04d}-{host}.safetensors.zst"
@@ -170,6 +186,15 @@ def parse_step(key: str) -> StepKey:
         raise FormatError(f"{key!r} is not the key of a step manifest")
     run, epoch, step = found.groups()
     return StepKey(run, int(epoch), int(step))
+
+
+def parse_checkpoint(key: str) -> CheckpointKey:
+    """Parts of the key of a checkpoint's object. Raises FormatError for anything else."""
+    found = _CHECKPOINT.fullmatch(key)
+    if found is None:
+        raise FormatError(f"{key!r} is not the key of a checkpoint's object")
+    run, epoch, step, name = found.groups()
+    return CheckpointKey(run, int(epoch), int(step), name)
 
 
 def parse_grant(key: str) -> GrantKey:

@@ -1,0 +1,35 @@
+"""Fixtures every test may use: real servers, started once a session when the first test asks for them."""
+
+import os
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["object"]:
+    """A real S3 server on loopback: `.endpoint`, `.settings(name)`, `.store(name)`."""
+    from tests.servers import bucket_server as start
+
+    with start(tmp_path_factory.mktemp("bucket")) as server:
+        yield server
+
+
+@pytest.fixture
+def store(bucket_server: object) -> object:
+    """A `Store` on an empty bucket of this test alone."""
+    store = bucket_server.store(f"test-{secrets.token_hex(6)}")  # pyright: ignore[reportAttributeAccessIssue]
+    store.ensure_bucket()
+    return store
+
+
+@pytest.fixture(scope="session")
+def temporal_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["object"]:
+    """A real Temporal dev server with search attributes: `.address`, `.namespace`."""
+    from tests.servers import temporal_server as start
+
+    with start(tmp_path_factory.mktemp("temporal")) as server:
+        yield server
