@@ -15,6 +15,7 @@ from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
+from activities import connection
 from stoa.config.run import Temporal
 from stoa.contracts import names
 from stoa.contracts.errors import (
@@ -154,14 +155,14 @@ class Control:
 
 
 async def connect(address: str, namespace: str) -> Client:
-    """A client of one namespace, or a typed error within `CALL_SECONDS`."""
+    """A client of a namespace that answers, or a typed error within `CALL_SECONDS`."""
     try:
-        client = await asyncio.wait_for(Client.connect(address, namespace=namespace), CALL_SECONDS)
+        client = await asyncio.wait_for(connection.connect(address, namespace), CALL_SECONDS)
         await client.workflow_service.describe_namespace(
             DescribeNamespaceRequest(namespace=namespace), timeout=timedelta(seconds=CALL_SECONDS)
         )
-    except (RuntimeError, TimeoutError) as problem:
-        raise ServiceUnavailableError(f"Temporal at {address} does not answer ({problem})", hint=_HOW_TO_START) from None
+    except TimeoutError:
+        raise ServiceUnavailableError(f"Temporal at {address} does not answer", hint=_HOW_TO_START) from None
     except RPCError as problem:
         if problem.status == RPCStatusCode.NOT_FOUND:
             raise SetupMissingError(f"Temporal at {address} has no namespace {namespace}", hint="run `stoa setup`") from None

@@ -1,0 +1,115 @@
+"""Everything known of one run, as plain rows: what the live view, metrics.jsonl and the report are made from.
+
+Only shapes: `collect.py` fills them from the bucket and the sessions, `summary.py` and `plots.py` read them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stoa.contracts.messages import EvaluationResult, SessionStatus
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """What one host sent to one step."""
+
+    accepted: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> groups."""
+    quarantined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One optimizer step, from its manifest."""
+
+    step: int
+    version: int
+    """Version that was the newest when the step began."""
+    epoch: int
+    key: str
+    parent_key: str
+    started_at: float
+    """Unix seconds."""
+    wait_seconds: float
+    train_seconds: float
+    consumed: tuple[str, ...]
+    dropped: Mapping[str, str]
+    """Group key -> reason."""
+    refused: tuple[tuple[str, str, str], ...]
+    """Group key, host, reason."""
+    hosts: Mapping[str, HostShare]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """One published version, from its manifest."""
+
+    version: int
+    step: int
+    epoch: int
+    key: str
+    sha256: str
+    parent_version: int
+    """-1 for the first version."""
+    parent_sha256: str
+    state_id: str
+    parent_state_id: str
+    published_at: float
+    delta_bytes: int
+    anchor_bytes: int
+    anchor_version: int
+    changed_fraction: float
+    latency_seconds: float
+    """From the end of the last optimizer step to the manifest; 0 if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What was settled before the first step."""
+
+    run: str
+    model: str
+    environment: str
+    seed: int
+    created_at: float
+    settings: str
+    """The resolved configuration, as indented JSON."""
+    groups_per_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run up to now."""
+
+    facts: RunFacts
+    state: str = "created"
+    waiting_for: str = ""
+    end_reason: str = ""
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    version: int = -1
+    """Of HEAD."""
+    step: int = 0
+    """Of HEAD."""
+    steps: tuple[StepRow, ...] = ()
+    """Oldest first, the lineage of HEAD."""
+    versions: tuple[VersionRow, ...] = ()
+    """Oldest first, the chain of HEAD."""
+    evaluations: tuple[EvaluationResult, ...] = ()
+    """Oldest version first."""
+    sessions: tuple[SessionStatus, ...] = ()
+    bucket_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Kind of object -> bytes in the bucket."""
+    bucket_objects: Mapping[str, int] = field(default_factory=dict)
+    """Kind of object -> objects in the bucket."""
+    heads_seen: tuple[tuple[int, str], ...] = ()
+    """Version and manifest sha256 of every HEAD that was read while the run went on."""
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    """Worker -> times it was started again."""
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the end, or to the newest fact."""
+        return max(0.0, self.ended_at - self.started_at)

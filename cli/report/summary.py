@@ -1,0 +1,294 @@
+"""The numbers of report.json, worked out from a run's record. Pure; each is defined where it is computed.
+
+Rates and fractions are in [0, 1]; times are seconds; sizes are bytes.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Final
+
+from cli.audit import Audit, audit
+from cli.report.record import RunRecord, StepRow, VersionRow
+from stoa.contracts.messages import EvaluationResult, SessionStatus
+
+STEADY_FROM_VERSION: Final = 2
+"""Idle shares are measured from the steps on this version on: before it processes start and the first groups arrive."""
+CLASS_A_USD_A_MILLION: Final = 4.50
+"""Price of writes on Cloudflare R2, which charges nothing for traffic."""
+EGRESS_USD_A_GIGABYTE: Final = 0.09
+"""What other buckets charge for bytes pulled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A held-out rate at the first and at the last evaluation; the interval is Wilson's, 95 %, of `end`."""
+
+    start: float
+    end: float
+    num_questions: int
+    interval_95: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median, largest and number of some measured times or sizes."""
+
+    median: float
+    max: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the bytes cost: writes at R2's price, and pulled bytes where a bucket charges for egress."""
+
+    writes: int
+    writes_usd_r2: float
+    egress_usd_r2: float
+    egress_usd_elsewhere: float
+
+
+@dataclass(frozen=True, slots=True)
+class MacRow:
+    """One Mac over the run."""
+
+    host: str
+    place: str
+    state: str
+    sweeps: int
+    sweeps_redone: int
+    groups: int
+    episodes: int
+    tokens_per_second: float
+    pull_latency_seconds: float
+    join_seconds: float
+    idle_fraction: float
+    bytes_up: int
+    bytes_down: int
+    waited_for: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alarmed:
+    """A metric that crossed its bound."""
+
+    step: int
+    alarm: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """report.json."""
+
+    run: str
+    state: str
+    end_reason: str
+    seed: int
+    model: str
+    environment: str
+    seconds: float
+    workers: int
+    versions: int
+    steps: int
+    pass_at_1: Change
+    cover: Change
+    exact_match: Change
+    search_rate: Change
+    groups_trained: int
+    groups_dropped: dict[str, int]
+    groups_refused: dict[str, int]
+    gate_drop_rate: float
+    staleness_mean: float
+    mismatch_mean: float
+    delta_bytes_median: float
+    anchor_bytes: int
+    anchor_to_delta_ratio: float
+    changed_fraction_median: float
+    publish_latency_seconds: Spread
+    pull_latency_seconds: Spread
+    join_seconds: Spread
+    bytes_pulled: int
+    bytes_pushed: int
+    cost: Cost
+    trainer_idle_fraction: float
+    mac_idle_fraction: float
+    idle_reason: str
+    rollout_time_share: float
+    macs: tuple[MacRow, ...]
+    alarms: tuple[Alarmed, ...]
+    restarts: dict[str, int]
+    audit: Audit
+    bucket_bytes: dict[str, int] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, object]:
+        """The tree that is written to report.json."""
+        return {**asdict(self), "audit": {**asdict(self.audit), "clean": self.audit.clean}}
+
+
+def summarise(record: RunRecord) -> Summary:
+    """All numbers of a run up to now. A rate that was never measured is NaN-free: start and end are 0 with 0 questions."""
+    steps, versions = record.steps, record.versions
+    deltas = [row.delta_bytes for row in versions if row.delta_bytes]
+    anchors = [row.anchor_bytes for row in versions if row.anchor_bytes]
+    macs = tuple(_mac(session) for session in sorted(record.sessions, key=lambda s: s.host))
+    pulled = sum(mac.bytes_down for mac in macs)
+    pushed = sum(mac.bytes_up for mac in macs) + sum(deltas) + sum({r.anchor_version: r.anchor_bytes for r in versions}.values())
+    trainer_idle, mac_idle = trainer_idle_fraction(steps), mac_idle_fraction(record.sessions)
+    return Summary(
+        run=record.facts.run,
+        state=record.state,
+        end_reason=record.end_reason,
+        seed=record.facts.seed,
+        model=record.facts.model,
+        environment=record.facts.environment,
+        seconds=round(record.seconds, 3),
+        workers=len(macs),
+        versions=max(0, record.version),
+        steps=len(steps),
+        pass_at_1=change(record.evaluations, lambda e: e.pass_at_1),
+        cover=change(record.evaluations, lambda e: e.cover),
+        exact_match=change(record.evaluations, lambda e: e.exact_match),
+        search_rate=change(record.evaluations, lambda e: e.search_rate),
+        groups_trained=sum(len(row.consumed) for row in steps),
+        groups_dropped=dict(Counter(reason for row in steps for reason in row.dropped.values())),
+        groups_refused=dict(Counter(reason for row in steps for _, _, reason in row.refused)),
+        gate_drop_rate=step_mean(steps, "gate_drop_rate"),
+        staleness_mean=step_mean(steps, "staleness_mean"),
+        mismatch_mean=step_mean(steps, "mismatch_mean"),
+        delta_bytes_median=median(deltas) if deltas else 0.0,
+        anchor_bytes=anchors[-1] if anchors else 0,
+        anchor_to_delta_ratio=round(anchors[-1] / median(deltas), 2) if anchors and deltas else 0.0,
+        changed_fraction_median=_median([row.changed_fraction for row in versions if row.delta_bytes]),
+        publish_latency_seconds=spread(row.latency_seconds for row in versions if row.latency_seconds > 0),
+        pull_latency_seconds=spread(pull_latencies(record)),
+        join_seconds=spread(mac.join_seconds for mac in macs if mac.join_seconds > 0),
+        bytes_pulled=pulled,
+        bytes_pushed=pushed,
+        cost=_cost(record, pulled),
+        trainer_idle_fraction=trainer_idle,
+        mac_idle_fraction=mac_idle,
+        idle_reason=idle_reason(record, trainer_idle, mac_idle),
+        rollout_time_share=rollout_time_share(record),
+        macs=macs,
+        alarms=alarms(steps),
+        restarts=dict(record.restarts),
+        audit=audit(record),
+        bucket_bytes=dict(record.bucket_bytes),
+    )
+
+
+def change(evaluations: Sequence[EvaluationResult], rate: Callable[[EvaluationResult], float]) -> Change:
+    """First and last evaluation of the run, in order of version; the interval is of the last."""
+    good = [e for e in evaluations if not e.error and e.num_questions]
+    if not good:
+        return Change(0.0, 0.0, 0, (0.0, 0.0))
+    end = rate(good[-1])
+    return Change(rate(good[0]), end, good[-1].num_questions, wilson_95(end, good[-1].num_questions))
+
+
+def wilson_95(rate: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share (Wilson 1927): centre (p + z^2/2n) / (1 + z^2/n), z = 1.96."""
+    z = 1.959963984540054
+    width = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+    centre, scale = rate + z * z / (2 * count), 1 + z * z / count
+    return max(0.0, (centre - width) / scale), min(1.0, (centre + width) / scale)
+
+
+def step_mean(steps: Sequence[StepRow], metric: str) -> float:
+    """Mean of a step metric over the steps that have it."""
+    values = [row.metrics[metric] for row in steps if metric in row.metrics]
+    return sum(values) / len(values) if values else 0.0
+
+
+def trainer_idle_fraction(steps: Sequence[StepRow]) -> float:
+    """Share of the trainer's time spent waiting for groups, over steady steps: waits / (waits + optimizer steps)."""
+    steady = [row for row in steps if row.version >= STEADY_FROM_VERSION] or list(steps)
+    waits = sum(row.wait_seconds for row in steady)
+    busy = sum(row.train_seconds for row in steady)
+    return waits / (waits + busy) if waits + busy else 0.0
+
+
+def mac_idle_fraction(sessions: Sequence[SessionStatus]) -> float:
+    """Share of the Macs' time between sweeps: idle / (idle + pull + apply + decode), all Macs together."""
+    idle = sum(s.idle_seconds for s in sessions)
+    busy = sum(s.decode_seconds + s.pull_seconds + s.apply_seconds for s in sessions)
+    return idle / (idle + busy) if idle + busy else 0.0
+
+
+def rollout_time_share(record: RunRecord) -> float:
+    """Share of all machines' busy time that went into decoding: decode / (decode + optimizer steps)."""
+    decode = sum(s.decode_seconds for s in record.sessions)
+    train = sum(row.train_seconds for row in record.steps)
+    return decode / (decode + train) if decode + train else 0.0
+
+
+def idle_reason(record: RunRecord, trainer: float, mac: float) -> str:
+    """One sentence on what was waited for when a share is above 5 %; empty when nothing is."""
+    said: list[str] = []
+    if trainer > 0.05:
+        said.append(f"the trainer waited for groups {trainer:.0%} of its time: more Macs would help")
+    if mac > 0.05:
+        reasons = Counter(s.reason for s in record.sessions if s.reason)
+        named = f" (last reason: {reasons.most_common(1)[0][0]})" if reasons else ""
+        said.append(f"Macs waited {mac:.0%} of their time for a grant or a task{named}")
+    return "; ".join(said)
+
+
+def pull_latencies(record: RunRecord) -> Iterable[float]:
+    """From HEAD naming a version to a Mac serving it, one value a Mac and step where measured, else the last of each Mac."""
+    measured = [row.metrics[name] for row in record.steps for name in ("pull_latency_seconds",) if row.metrics.get(name, 0) > 0]
+    return measured or [s.pull_latency_seconds_last for s in record.sessions if s.pull_latency_seconds_last > 0]
+
+
+def alarms(steps: Sequence[StepRow]) -> tuple[Alarmed, ...]:
+    """Alarms of step metrics: every `alarm_<name>` that is not 0."""
+    return tuple(
+        Alarmed(row.step, name.removeprefix("alarm_"))
+        for row in steps
+        for name, value in row.metrics.items()
+        if name.startswith("alarm_") and value
+    )
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Median, largest and count."""
+    kept = list(values)
+    return Spread(median(kept), max(kept), len(kept)) if kept else Spread(0.0, 0.0, 0)
+
+
+def anchors_of(versions: Sequence[VersionRow]) -> dict[int, int]:
+    """Version -> bytes of each anchor, once."""
+    return {row.anchor_version: row.anchor_bytes for row in versions if row.anchor_bytes}
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
+
+
+def _mac(session: SessionStatus) -> MacRow:
+    busy = session.decode_seconds + session.pull_seconds + session.apply_seconds
+    total = busy + session.idle_seconds
+    return MacRow(
+        host=session.host,
+        place=session.place,
+        state=session.state,
+        sweeps=session.num_sweeps,
+        sweeps_redone=session.num_redone,
+        groups=session.num_groups,
+        episodes=session.num_episodes,
+        tokens_per_second=session.num_sampled_tokens / session.decode_seconds if session.decode_seconds else 0.0,
+        pull_latency_seconds=session.pull_latency_seconds_last,
+        join_seconds=session.join_seconds,
+        idle_fraction=session.idle_seconds / total if total else 0.0,
+        bytes_up=session.bytes_up,
+        bytes_down=session.bytes_down,
+        waited_for=session.reason,
+    )
+
+
+def _cost(record: RunRecord, pulled: int) -> Cost:
+    writes = sum(record.bucket_objects.values())
+    return Cost(writes, writes * CLASS_A_USD_A_MILLION / 1e6, 0.0, pulled / 1e9 * EGRESS_USD_A_GIGABYTE)
