@@ -30,6 +30,12 @@ class EvaluationPlan:
     every_versions: int = 4
     num_questions: int = 128
     num_questions_final: int = 512
+    """0: no evaluation at start and end."""
+    questions_a_part: int = 64
+    part_timeout_seconds: float = 600.0
+    timeout_seconds: float = 1800.0
+    """Longest evaluation; also how long the end of a run waits for its last one."""
+    sample_seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,10 @@ class RunInput:
     step_timeout_seconds: float = 3600.0
     heartbeat_seconds: float = 30.0
     mac_namespace: str = "default"
+    max_staleness: int = 8
+    """Hard bound of staleness: only for saying which groups a step waits for."""
+    continue_after_events: int = 2000
+    """Length of history at which the workflow continues as new."""
     carried: str = ""
     """JSON of the carried state, empty at the first start."""
 
@@ -238,12 +248,16 @@ class SessionInput:
     next_sweep: int = 0
     nonce: str = ""
     totals: str = ""
-    """JSON of the carried totals."""
+    """JSON of the carried state and totals (see `workflows.state`)."""
+    continue_after_events: int = 2000
 
 
 @dataclass(frozen=True)
 class Hello:
-    """A Mac says it is here. `nonce` is drawn at each start of its worker."""
+    """A Mac says it is here. `nonce` is drawn at each start of its worker.
+
+    Another nonce while the first is live is kept waiting: it takes over once the first is away or silent.
+    """
 
     host: str
     nonce: str
@@ -309,6 +323,7 @@ class EvaluationInput:
     questions_a_part: int = 64
     part_timeout_seconds: float = 600.0
     sample_seed: int = 0
+    timeout_seconds: float = 1800.0
 
 
 @dataclass(frozen=True)
@@ -341,17 +356,39 @@ class EvalPartDone:
 
 
 @dataclass(frozen=True)
-class ListMacsRequest:
-    """Which Macs have a live session in this run."""
+class HeldOutRequest:
+    """Ask for one part of the fixed seeded choice of `num_questions` held-out questions."""
 
     run: str
+    num_questions: int
+    seed: int
+    start: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class HeldOutPart:
+    """Question ids `start` to `start + limit` of the choice; `num_questions` is what the task has, at most what was asked."""
+
+    question_ids: tuple[str, ...]
+    num_questions: int
+
+
+@dataclass(frozen=True)
+class ListMacsRequest:
+    """Which Macs have a live session in this run: the page after `after_host`, by name."""
+
+    run: str
+    after_host: str = ""
+    limit: int = 200
 
 
 @dataclass(frozen=True)
 class MacList:
-    """Hosts of live sessions, at most one page."""
+    """Hosts of live sessions, one page; `next_host` is the `after_host` of the next, empty on the last."""
 
     hosts: tuple[str, ...] = ()
+    next_host: str = ""
 
 
 @dataclass(frozen=True)
@@ -385,10 +422,17 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class ReleaseRequest:
-    """Tell live sessions that the run has ended."""
+    """Tell sessions and evaluations that the run has ended; also the argument of the signal they get."""
 
     run: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Released:
+    """How many sessions and evaluations were told that the run has ended."""
+
+    num_released: int = 0
 
 
 @dataclass(frozen=True)
@@ -417,6 +461,9 @@ class RunStatus:
     last_search_rate: float = -1.0
     end_reason: str = ""
     started_at: float = 0.0
+    reason: str = ""
+    """Why the run is paused or ends."""
+    num_evaluations_open: int = 0
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ NOTIFY_RUN: Final = "notify_run"
 SET_HEAD_STATE: Final = "set_head_state"
 START_EVALUATION: Final = "start_evaluation"
 LIST_MACS: Final = "list_macs"
+HELD_OUT: Final = "held_out"
 SUMMARISE_EVALUATION: Final = "summarise_evaluation"
+REPORT_EVALUATION: Final = "report_evaluation"
 RELEASE_MACS: Final = "release_macs"
 
 # search attributes: name -> Temporal type

@@ -35,7 +35,10 @@ class Progress(Protocol):
 
     @property
     def cancelled(self) -> bool:
-        """True once the activity was cancelled: give up at the next safe point."""
+        """True once the activity was cancelled: give up at the next safe point.
+
+        What is nearly done may be finished and returned, and counts. A wait (for groups, for a grant) ends at once.
+        """
         ...
 
     @property

@@ -1,0 +1,156 @@
+"""The edge between Temporal and the engines: threads, heartbeats, cancellation, shutdown, error mapping.
+
+Every activity of an engine passes through `EngineThread.call`; what an engine does is not known here. Assumes that
+engines report progress while they work and stop soon after `progress.cancelled` turns true.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from temporalio import activity
+from temporalio.exceptions import ApplicationError
+
+from stoa.contracts.errors import StoaError
+from stoa.contracts.ports import Progress
+
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+
+BEAT_SECONDS: Final = 2.0
+STALL_SECONDS: Final = 120.0
+"""Without a report for this long the heartbeat stops: a hung native call must not look alive."""
+MAX_DETAIL_BYTES: Final = 200
+MAX_MESSAGE_CHARACTERS: Final = 1500
+
+
+class EngineProgress:
+    """The `Progress` an engine gets: reports come from the engine's thread, flags from the activity's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._detail = ""
+        self._moved_at = time.monotonic()
+        self._cancelled = threading.Event()
+        self._stopping = threading.Event()
+
+    def report(self, detail: str) -> None:
+        """Note that the engine moved; `detail` is cut to 200 bytes."""
+        detail = detail.encode()[:MAX_DETAIL_BYTES].decode(errors="ignore")
+        with self._lock:
+            self._detail = detail
+            self._moved_at = time.monotonic()
+
+    @property
+    def cancelled(self) -> bool:
+        """True once the activity was cancelled."""
+        return self._cancelled.is_set()
+
+    @property
+    def stopping(self) -> bool:
+        """True once the worker shuts down."""
+        return self._stopping.is_set()
+
+    def cancel(self) -> None:
+        """Ask the engine to give up at its next safe point."""
+        self._cancelled.set()
+
+    def stop(self) -> None:
+        """Ask the engine to finish what is in hand."""
+        self._stopping.set()
+
+    def last(self) -> tuple[str, float]:
+        """Newest detail and the seconds since it was reported."""
+        with self._lock:
+            return self._detail, time.monotonic() - self._moved_at
+
+
+class EngineThread:
+    """One thread on which an engine does all its work, so that it needs no locks and keeps thread-bound state."""
+
+    def __init__(self, name: str, *, beat_seconds: float = BEAT_SECONDS, stall_seconds: float = STALL_SECONDS) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._beat_seconds = beat_seconds
+        self._stall_seconds = stall_seconds
+
+    async def call(self, work: Callable[[Request, Progress], Result], request: Request) -> Result:
+        """Run `work(request, progress)` on the thread, with heartbeats, from inside an activity.
+
+        Cancellation is passed on as `progress.cancelled` and the engine is waited for: a result it still returns
+        counts, except when the activity was paused or reset, which must run again. Raises ApplicationError for
+        every error of ours, CancelledError when a cancelled engine gave up.
+        """
+        return await run_engine(
+            self._executor, work, request, beat_seconds=self._beat_seconds, stall_seconds=self._stall_seconds
+        )
+
+    def close(self) -> None:
+        """Let the thread end without waiting for it."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+async def run_engine(
+    executor: ThreadPoolExecutor,
+    work: Callable[[Request, Progress], Result],
+    request: Request,
+    *,
+    beat_seconds: float = BEAT_SECONDS,
+    stall_seconds: float = STALL_SECONDS,
+) -> Result:
+    """`work` on a thread of `executor`; see `EngineThread.call`."""
+    progress = EngineProgress()
+    future = asyncio.get_running_loop().run_in_executor(executor, work, request, progress)
+    attendants = (
+        asyncio.create_task(_beat(progress, beat_seconds, stall_seconds)),
+        asyncio.create_task(_watch_shutdown(progress)),
+    )
+    try:
+        result = await _outlast_cancellation(future, progress)
+    except StoaError as error:
+        if progress.cancelled:
+            raise asyncio.CancelledError(f"{type(error).__name__}: {error}") from error
+        raise application_error(error) from error
+    finally:
+        for task in attendants:
+            task.cancel()
+    details = activity.cancellation_details()
+    if progress.cancelled and details is not None and (details.paused or details.reset):
+        raise asyncio.CancelledError("paused or reset: runs again")
+    return result
+
+
+async def _outlast_cancellation(future: Awaitable[Result], progress: EngineProgress) -> Result:
+    while True:
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            # Either we were cancelled, and the engine must be told and waited for, or it never began.
+            if isinstance(future, asyncio.Future) and future.cancelled():
+                raise
+            progress.cancel()
+
+
+async def _beat(progress: EngineProgress, beat_seconds: float, stall_seconds: float) -> None:
+    while True:
+        detail, silent_seconds = progress.last()
+        if silent_seconds < stall_seconds:
+            activity.heartbeat(detail)
+        await asyncio.sleep(beat_seconds)
+
+
+async def _watch_shutdown(progress: EngineProgress) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        await activity.wait_for_worker_shutdown()
+        progress.stop()
+
+
+def application_error(error: StoaError) -> ApplicationError:
+    """`error` as Temporal carries it: type is the class name, `retryable` decides about retries, the hint is kept."""
+    text = f"{error.message} (hint: {error.hint})" if error.hint else error.message
+    return ApplicationError(
+        text[:MAX_MESSAGE_CHARACTERS], error.hint[:MAX_DETAIL_BYTES], type=type(error).__name__, non_retryable=not error.retryable
+    )
