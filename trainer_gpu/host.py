@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from trainer_gpu.layout import Layout, destroy_layout, initialize_layout
+from trainer_gpu.layout import DATA_PARALLEL, Layout, destroy_layout, initialize_layout
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -52,7 +52,7 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if HAS_CUDA else torch.device("cpu")
 
 
-def setup_process(num_threads: int = 1, seed: int = 0, layout: Layout = Layout()) -> None:
+def setup_process(num_threads: int = 1, seed: int = 0, layout: Layout = DATA_PARALLEL) -> None:
     """Join the process group, set up Megatron's parallel state and seed the generators.
 
     A process that torchrun did not start forms a group of one over an in-memory store, and gloo is kept on the

@@ -22,6 +22,9 @@ class Layout:
     expert: int = 1
 
 
+DATA_PARALLEL = Layout()
+
+
 def check_layout(layout: Layout, world_size: int) -> None:
     """Refuse what is known to train wrongly, or is not built.
 

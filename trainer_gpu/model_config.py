@@ -15,66 +15,23 @@ FAMILIES = ("lfm2_moe", "lfm2")
 
 # Fields that are read below.
 _READ = frozenset(
-    [
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "moe_intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "conv_L_cache",
-        "layer_types",
-        "full_attn_idxs",
-        "num_dense_layers",
-        "num_experts",
-        "num_experts_per_tok",
-        "use_expert_bias",
-        "norm_topk_prob",
-        "routed_scaling_factor",
-        "rope_parameters",
-        "rope_theta",
-        "norm_eps",
-        "max_position_embeddings",
-        "block_ff_dim",
-        "block_auto_adjust_ff_dim",
-        "block_ffn_dim_multiplier",
-        "block_multiple_of",
-        "head_dim",
-    ]
+    (  # noqa: SIM905 (a list would fill a page)
+        "model_type vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers "
+        "num_attention_heads num_key_value_heads conv_L_cache layer_types full_attn_idxs num_dense_layers num_experts "
+        "num_experts_per_tok use_expert_bias norm_topk_prob routed_scaling_factor rope_parameters rope_theta norm_eps "
+        "max_position_embeddings block_ff_dim block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of "
+        "head_dim"
+    ).split(" ")
 )
 # Fields that say how a model was made, how text is handled, or how another library runs it.
 _IGNORED = frozenset(
-    [
-        "architectures",
-        "_name_or_path",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "initializer_range",
-        "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "output_router_logits",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "chunk_size_feed_forward",
-        "is_encoder_decoder",
-        "auto_map",
-        "block_mlp_init_scale",
-        "block_out_init_scale",
-        "block_use_xavier_init",
-        "conv_use_xavier_init",
-        "router_aux_loss_coef",
-    ]
+    (  # noqa: SIM905
+        "architectures _name_or_path transformers_version torch_dtype dtype initializer_range use_cache bos_token_id "
+        "eos_token_id pad_token_id sep_token_id decoder_start_token_id output_router_logits output_attentions "
+        "output_hidden_states return_dict id2label label2id problem_type chunk_size_feed_forward is_encoder_decoder "
+        "auto_map block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init "
+        "router_aux_loss_coef"
+    ).split(" ")
 )
 # Fields we implement for one value only.
 _FIXED: Mapping[str, tuple[object, ...]] = {
@@ -130,6 +87,7 @@ class Lfm2Config:
 
     @property
     def head_size(self) -> int:
+        """Width of one attention head."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -146,9 +104,11 @@ class _Fields:
         self.values = values
 
     def error(self, field: str, problem: str) -> ConfigError:
+        """What is wrong with a field, for the caller to raise."""
         return ConfigError(f"{self.path}: {field} {problem}", hint=f"supported families: {', '.join(FAMILIES)}")
 
     def number(self, field: str, kind: type[int] | type[float] = int, least: float = 0) -> float:
+        """A number of at least `least`. Raises ConfigError."""
         value = self.values.get(field)
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
             raise self.error(field, "is missing" if value is None else f"is {value!r}, not {kind.__name__}")
@@ -157,9 +117,11 @@ class _Fields:
         return value
 
     def count(self, field: str, least: int = 1) -> int:
+        """A whole number of at least `least`. Raises ConfigError."""
         return int(self.number(field, int, least))
 
     def flag(self, field: str, default: bool) -> bool:
+        """A boolean. Raises ConfigError."""
         value = self.values.get(field, default)
         if not isinstance(value, bool):
             raise self.error(field, f"is {value!r}, not true or false")
