@@ -10,6 +10,7 @@
     runs/<run>/grants/<host>/<sweep:08d>.json
     runs/<run>/groups/v<version:08d>/<host>/<sweep:08d>/<group:02d>.safetensors.zst
     runs/<run>/steps/e<epoch>/s<step:08d>.json
+    runs/<run>/drops/e<epoch>/<number:08d>.json
     runs/<run>/checkpoints/e<epoch>/s<step:08d>/<name>
     runs/<run>/evals/v<version:08d>/<evaluation>/<part:04d>-<host>.safetensors.zst
     runs/<run>/evals/v<version:08d>/<evaluation>/summary.json
@@ -125,6 +126,11 @@ def group(run: str, version: int, host: str, sweep: int, index: int) -> str:
     return f"{root(run)}groups/v{version:08d}/{host}/{sweep:08d}/{index:02d}.safetensors.zst"
 
 
+def groups_prefix(run: str) -> str:
+    """Prefix of all groups."""
+    return f"{root(run)}groups/"
+
+
 def groups_of_version(run: str, version: int) -> str:
     """Prefix of the groups sampled from one version."""
     return f"{root(run)}groups/v{version:08d}/"
@@ -143,6 +149,16 @@ def step_manifest(run: str, epoch: int, step: int) -> str:
 def steps_of_epoch(run: str, epoch: int) -> str:
     """Prefix of one lease's step manifests."""
     return f"{root(run)}steps/e{epoch}/"
+
+
+def drop_note(run: str, epoch: int, number: int) -> str:
+    """Groups that will not be trained on, told before the step manifest that records them, create-only."""
+    return f"{root(run)}drops/e{epoch}/{number:08d}.json"
+
+
+def drop_notes_prefix(run: str) -> str:
+    """Prefix of all drop notes."""
+    return f"{root(run)}drops/"
 
 
 def checkpoint(run: str, epoch: int, step: int, name: str) -> str:

@@ -1,0 +1,208 @@
+"""The trainer's whole state in the bucket: safetensors parts, then one signed JSON manifest that makes them count.
+
+What the tensors are is `parallel.Trainable`'s business and which checkpoint is the run's is HEAD's. A part's sha256 is
+checked before its bytes are decoded, and nothing is unpickled. A repeated save of the same step finds its own bytes.
+
+The manifest is `Document` as signed canonical JSON; its key ends in `manifest.json`.
+"""
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from pydantic import ConfigDict, TypeAdapter
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from stoa.bucket import keys
+from stoa.bucket.manifest import Signer, read_signed, write_signed
+from stoa.bucket.store import Store, check_sha256
+from stoa.contracts.errors import BucketError, CheckpointError, ObjectExistsError
+
+FORMAT = "stoa-checkpoint-1"
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 64 * 2**20
+_OLDER = "resume from an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a checkpoint must belong to before it is loaded."""
+
+    run: str
+    layout_id: str
+    architecture: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a resumed trainer must know beside its tensors."""
+
+    epoch: int
+    step: int
+    version: int
+    """Version that names this state, or the newest one before it."""
+    step_manifest_key: str
+    settled: tuple[str, ...]
+    """Keys of groups, in the staleness window, that were consumed, dropped or refused up to `step`."""
+    grants_position: int = 0
+    """Questions granted so far, as the bucket showed it."""
+    grants_open: tuple[tuple[str, int], ...] = ()
+    """(host, sweep) of grants with groups still to come."""
+    rng: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One safetensors object."""
+
+    name: str
+    key: str
+    sha256: str
+    num_bytes: int
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A checkpoint's manifest."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    format: str
+    identity: Identity
+    facts: Facts
+    parts: tuple[Part, ...]
+    sig: str = ""
+
+
+_DOCUMENT = TypeAdapter(Document)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint in the bucket."""
+
+    key: str
+    num_bytes: int
+
+
+def capture_rng() -> str:
+    """State of torch's CPU generator, base64."""
+    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode("ascii")
+
+
+def restore_rng(text: str) -> None:
+    """Undo `capture_rng`. Raises CheckpointError if `text` is not a state."""
+    try:
+        state = bytearray(base64.b64decode(text, validate=True))
+        torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
+    except (binascii.Error, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the checkpoint's generator state is unusable: {error}") from error
+
+
+def save_checkpoint(
+    store: Store,
+    signer: Signer,
+    identity: Identity,
+    facts: Facts,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    part_bytes: int,
+) -> Saved:
+    """Write the parts, then the manifest. One part's bytes are in memory at a time.
+
+    Raises ObjectExistsError if this step of this epoch was saved with other tensors: two trainers hold one lease.
+    """
+    parts: list[Part] = []
+    for index, names in enumerate(_cut(tensors, part_bytes)):
+        name = f"part-{index:04d}.safetensors"
+        data = save({n: tensors[n].detach().cpu().contiguous() for n in names})
+        key = keys.checkpoint(identity.run, facts.epoch, facts.step, name)
+        store.create(key, data, kind="checkpoint")
+        parts.append(Part(name, key, hashlib.sha256(data).hexdigest(), len(data), tuple(names)))
+    data = write_signed(_DOCUMENT, Document(FORMAT, identity, facts, tuple(parts)), signer)
+    key = keys.checkpoint(identity.run, facts.epoch, facts.step, MANIFEST)
+    try:
+        store.create(key, data, kind="checkpoint")
+    except ObjectExistsError:
+        # A publish that was retried: open grants may have moved on meanwhile, the tensors cannot have.
+        if read_document(store, key, identity, signer.public_key).parts != tuple(parts):
+            raise
+    return Saved(key, sum(part.num_bytes for part in parts) + len(data))
+
+
+def read_document(store: Store, key: str, identity: Identity, public_key: str) -> Document:
+    """The manifest of a checkpoint, checked: signature, run, layout and architecture.
+
+    Raises:
+        CheckpointError: it is missing, torn, or of another run or architecture.
+    """
+    try:
+        document = read_signed(_DOCUMENT, store.get(key, max_bytes=MAX_MANIFEST_BYTES).data, public_key, key)
+    except BucketError as error:
+        raise CheckpointError(f"{key} cannot be used: {error}", hint=_OLDER) from error
+    if document.format != FORMAT:
+        raise CheckpointError(f"{key} has format {document.format!r}; this trainer reads {FORMAT!r}")
+    for field, expected in asdict(identity).items():
+        found = getattr(document.identity, field)
+        if found != expected:
+            raise CheckpointError(
+                f"{key} has {field} {found!r}; this run's is {expected!r}",
+                hint="a checkpoint loads only into the run and the architecture it was saved from",
+            )
+    return document
+
+
+def read_tensors(store: Store, parts: tuple[Part, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every part, part by part.
+
+    Raises CheckpointError if a part is missing, has other bytes than promised, or other tensors.
+    """
+    for part in parts:
+        try:
+            data = store.get(part.key, max_bytes=part.num_bytes).data
+            check_sha256(data, part.sha256, part.key)
+            tensors = load(data)
+        except (BucketError, SafetensorError) as error:
+            raise CheckpointError(f"{part.key} cannot be used: {error}", hint=_OLDER) from error
+        if set(tensors) != set(part.tensors):
+            raise CheckpointError(f"{part.key} holds other tensors than its manifest lists")
+        yield from tensors.items()
+
+
+def prune_checkpoints(store: Store, run: str, *, epoch: int, keep: int, named: str) -> int:
+    """Delete all but the newest `keep` checkpoints and the one HEAD names; returns how many went.
+
+    The manifest goes first, so that a deletion cut short leaves parts without a manifest and never the reverse.
+    Checkpoints of a later epoch are another trainer's and stay.
+    """
+    found: dict[tuple[int, int], list[str]] = {}
+    for listed in store.list(keys.checkpoints_prefix(run)):
+        place = keys.parse_checkpoint(listed.key)
+        found.setdefault((place.epoch, place.step), []).append(listed.key)
+    own = sorted((place for place in found if place[0] <= epoch), reverse=True)
+    doomed = [found[place] for place in own[keep:] if named not in found[place]]
+    for names in doomed:
+        manifests = [key for key in names if key.endswith(f"/{MANIFEST}")]
+        store.delete(manifests)
+        store.delete([key for key in names if key not in manifests])
+    return len(doomed)
+
+
+def _cut(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[list[str]]:
+    """Names in sorted order, cut so that each part stays under `part_bytes` where its tensors allow it."""
+    names: list[str] = []
+    size = 0
+    for name in sorted(tensors):
+        num_bytes = tensors[name].numel() * tensors[name].element_size()
+        if names and size + num_bytes > part_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += num_bytes
+    if names:
+        yield names

@@ -1,0 +1,117 @@
+"""What one optimizer step says about itself: flat numbers for its manifest, all computed after the fact in numpy.
+
+The gate's rules are `stoa.learning.gate`'s; nothing here feeds back into the step.
+
+Shapes: S sampled tokens of a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stoa.config.run import Gate
+from stoa.learning import gate as gate_reference
+from stoa.rollouts.records import Group
+
+BAD_FALL = 0.5
+"""A token with a negative advantage whose probability fell by more than this is bad: arXiv 2602.04879, section 4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Of each sampled token: trainer logprob, sampler logprob, advantage and entropy, float64 [S]."""
+
+    log_pi: NDArray[np.float64]
+    log_mu: NDArray[np.float64]
+    advantages: NDArray[np.float64]
+    entropy: NDArray[np.float64]
+
+    @classmethod
+    def of_tensors(
+        cls, log_pi: torch.Tensor, log_mu: torch.Tensor, advantages: torch.Tensor, entropy: torch.Tensor
+    ) -> "Tokens":
+        """From CPU tensors of any float type, [S] each."""
+        return cls(*(t.to(torch.float64).numpy() for t in (log_pi, log_mu, advantages, entropy)))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Tokens"]) -> "Tokens":
+        """One after another."""
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
+
+    def select(self, where: NDArray[np.bool_]) -> "Tokens":
+        """Those where `where` [S] is true."""
+        return Tokens(*(getattr(self, name)[where] for name in self.__slots__))
+
+
+def mismatch(tokens: Tokens) -> NDArray[np.float64]:
+    """|pi - mu| of every token, [S]."""
+    return np.abs(np.exp(tokens.log_pi) - np.exp(tokens.log_mu))
+
+
+def token_metrics(tokens: Tokens, gate: Gate) -> dict[str, float]:
+    """Gate, divergence and policy metrics of a step. Rates of the gate count tokens with an advantage only."""
+    far = mismatch(tokens)
+    log_ratio = tokens.log_pi - tokens.log_mu
+    ratio = np.exp(np.clip(log_ratio, -gate_reference.MAX_LOG_RATIO, gate_reference.MAX_LOG_RATIO))
+    up, down = tokens.advantages > 0, tokens.advantages < 0
+    keep = gate_reference.keep_mask(tokens.log_pi, tokens.log_mu, tokens.advantages, gate)
+    p50, p99 = np.quantile(far, (0.5, 0.99))
+    metrics = {
+        "gate_drop_rate": _share(~keep, up | down),
+        "gate_drop_rate_positive": _share(~keep, up),
+        "gate_drop_rate_negative": _share(~keep, down),
+        "ratio_capped_fraction": _share(ratio > gate.ratio_cap, up | down),
+        "bad_fraction": _share(np.exp(tokens.log_mu) - np.exp(tokens.log_pi) > BAD_FALL, down),
+        "mismatch_mean": float(far.mean()),
+        "mismatch_p50": float(p50),
+        "mismatch_p99": float(p99),
+        "mismatch_max": float(far.max()),
+        # k3 estimates KL(mu, pi) from samples of mu without bias and is never negative.
+        "k3": float(np.mean(ratio - 1.0 - np.log(ratio))),
+        "ess_fraction": float(ratio.sum() ** 2 / (len(ratio) * np.square(ratio).sum())),
+        "entropy": float(tokens.entropy.mean()),
+        "logprob_positive_mean": float(tokens.log_pi[up].mean()) if up.any() else 0.0,
+        "sampled_tokens": float(len(far)),
+    }
+    for mode in gate_reference.MODES:
+        other = gate.model_copy(update={"mode": mode})
+        dropped = ~gate_reference.keep_mask(tokens.log_pi, tokens.log_mu, tokens.advantages, other)
+        metrics[f"would_drop_rate_{mode}"] = _share(dropped, up | down)
+    return metrics
+
+
+def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Reward, lengths and staleness of the groups of a step, each episode counted once."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    lags = [version - group.version for group in groups]
+    metrics = {
+        "num_groups": float(len(groups)),
+        "num_episodes": float(len(episodes)),
+        "reward_mean": float(np.mean([episode.reward for episode in episodes])),
+        "search_rate": _part_mean(groups, "searched"),
+        "cover": _part_mean(groups, "cover"),
+        "exact_match": _part_mean(groups, "exact_match"),
+        "malformed_rate": _part_mean(groups, "malformed"),
+        "num_calls_mean": _part_mean(groups, "num_calls"),
+        "turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
+        "episode_tokens_mean": float(np.mean([len(episode.ids) for episode in episodes])),
+        "episode_tokens_max": float(max(len(episode.ids) for episode in episodes)),
+        "sampled_tokens_per_episode": float(np.mean([len(episode.logprobs) for episode in episodes])),
+        "truncated_rate": float(np.mean([episode.stop_reason == "token_limit" for episode in episodes])),
+        "staleness_mean": float(np.mean(lags)),
+        "staleness_max": float(max(lags)),
+    }
+    for lag in sorted(set(lags)):
+        metrics[f"staleness_{lag}"] = float(lags.count(lag))
+    return metrics
+
+
+def _part_mean(groups: Sequence[Group], name: str) -> float:
+    return float(np.mean([episode.reward_parts.get(name, 0.0) for group in groups for episode in group.episodes]))
+
+
+def _share(hit: NDArray[np.bool_], among: NDArray[np.bool_]) -> float:
+    return float(np.count_nonzero(hit & among)) / max(1, int(np.count_nonzero(among)))

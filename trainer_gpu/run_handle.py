@@ -1,0 +1,82 @@
+"""What one run is to the trainer's processes: its document, its bucket, its signing key, its environment.
+
+Built once a process, after run.json is there; the trainer and its control child both use it, so no torch here.
+"""
+
+import hashlib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from environments import registry
+from environments.base import Environment
+from stoa.bucket.manifest import Signer
+from stoa.bucket.run_document import RunDocument, read_run
+from stoa.bucket.store import Store
+from stoa.config.load import bucket_credentials, resolve_model_folder, signing_seed
+from stoa.config.run import RunConfig
+from stoa.contracts.errors import ConfigError, RunMismatchError
+
+PATIENCE_SECONDS = 300.0
+"""How long an outage of the bucket is ridden out inside one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunHandle:
+    """One run, as this process may touch it."""
+
+    store: Store
+    document: RunDocument
+    signer: Signer
+    environment: Environment
+    model_folder: Path
+    owner: str
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self.document.run
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's settings, as it was started with."""
+        return self.document.config
+
+
+def open_store(config: RunConfig, *, patience_seconds: float = PATIENCE_SECONDS) -> Store:
+    """The bucket of `config`, with this host's credentials. Raises AccessDeniedError if there are none."""
+    return Store(config.bucket, bucket_credentials(config.bucket), patience_seconds=patience_seconds)
+
+
+def open_run(config: RunConfig, store: Store) -> RunHandle:
+    """The run that `config` names; where to find things comes from `config`, what the run is from run.json.
+
+    Raises:
+        RunMissingError: it was not started yet. SignatureError, FormatError: run.json is not one.
+        ConfigError: the signing key here is not the run's. RunMismatchError: the base checkpoint here is another.
+    """
+    document = read_run(store, config.run)
+    signer = Signer.from_seed(signing_seed())
+    if signer.public_key != document.public_key:
+        raise ConfigError(
+            f"run {config.run} is signed by another key than the one on this host",
+            hint="set STOA_SIGNING_KEY to the key of the host that started the run",
+        )
+    folder = resolve_model_folder(document.config)
+    tokenizer = _checked_tokenizer(document, folder)
+    environment = registry.create(document.config.environment.name, document.config.environment.settings, tokenizer)
+    owner = f"{socket.gethostname()}-{os.getpid()}"
+    return RunHandle(store, document, signer, environment, folder, owner)
+
+
+def _checked_tokenizer(document: RunDocument, folder: Path) -> bytes:
+    """The bytes of tokenizer.json, after all files of the base checkpoint that run.json lists were compared."""
+    for file in document.model_files:
+        path = folder / file.name
+        found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "none"
+        if found != file.sha256:
+            raise RunMismatchError(
+                f"{path} is not the file run {document.run} was started with", hint="use the base checkpoint of the run"
+            )
+    return (folder / "tokenizer.json").read_bytes()
