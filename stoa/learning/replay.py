@@ -1,0 +1,168 @@
+"""Which waiting groups the next optimizer step trains on: first in first out, each at most once.
+
+A group leaves in one of three ways: trained on, dropped with a reason, or put back because the step failed. What the
+bucket holds and what a step manifest says is the caller's. A group that is too old or whose rewards are all equal is
+dropped as soon as it is looked at, not when its turn comes, so that the next step manifest frees its place in the
+admission ledger.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from stoa.learning.advantages import is_constant
+from stoa.learning.staleness import is_stale
+from stoa.rollouts.records import Group
+
+DropReason = Literal["stale", "all_zero", "all_one", "all_equal"]
+"""Too old, or all rewards are 0, are 1, or are some other equal number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One group in the queue. `flat` says why it gives no gradient, "" if it does."""
+
+    key: str
+    version: int
+    flat: Literal["", "all_zero", "all_one", "all_equal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A group that is not trained on, and why."""
+
+    key: str
+    reason: DropReason
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the next step does. `taken` is empty unless `status` is ready.
+
+    waiting: too few usable groups have come. no_signal: the step has looked at as many groups as it may and too few
+    are usable.
+    """
+
+    status: Literal["ready", "waiting", "no_signal"]
+    taken: tuple[str, ...]
+    dropped: tuple[Drop, ...]
+
+
+def choose(
+    queue: Sequence[Waiting],
+    *,
+    version: int,
+    num_wanted: int,
+    max_looked: int,
+    max_staleness_hard: int,
+    num_flat_before: int = 0,
+) -> Choice:
+    """Choose from `queue`, which is in order of arrival.
+
+    Args:
+        version: newest published version.
+        num_wanted: usable groups of a step.
+        max_looked: groups a step may look at: usable ones that wait and those found flat since the last step.
+        num_flat_before: groups found flat since the last step, by earlier choices.
+    """
+    in_order = sorted(queue, key=lambda waiting: waiting.version)
+    dropped: list[Drop] = []
+    usable: list[str] = []
+    num_flat = num_flat_before
+    for waiting in in_order:
+        if is_stale(version, waiting.version, max_staleness_hard):
+            dropped.append(Drop(waiting.key, "stale"))
+        elif waiting.flat:
+            dropped.append(Drop(waiting.key, waiting.flat))
+            num_flat += 1
+        else:
+            usable.append(waiting.key)
+    if len(usable) >= num_wanted:
+        return Choice("ready", tuple(usable[:num_wanted]), tuple(dropped))
+    status = "no_signal" if num_flat + len(usable) >= max_looked else "waiting"
+    return Choice(status, (), tuple(dropped))
+
+
+def flatness(group: Group) -> Literal["", "all_zero", "all_one", "all_equal"]:
+    """Why a group gives no gradient, "" if it does."""
+    rewards = group.rewards
+    if not is_constant(rewards):
+        return ""
+    return {0.0: "all_zero", 1.0: "all_one"}.get(float(rewards[0]), "all_equal")  # pyright: ignore[reportReturnType]
+
+
+class ReplayBuffer:
+    """Holds admitted groups until a step takes them. One thread at a time.
+
+    A step: `take`; then `settle` once its manifest is written, or `put_back` if it failed. `drops` are those since the
+    last `settle`, for the manifest.
+    """
+
+    def __init__(self, *, num_wanted: int, max_looked: int, max_staleness_hard: int, settled: Iterable[str] = ()) -> None:
+        """`settled`: keys consumed, dropped or refused in the run so far; they are never taken again."""
+        self._num_wanted = num_wanted
+        self._max_looked = max_looked
+        self._max_staleness_hard = max_staleness_hard
+        self._known = set(settled)
+        self._queue: dict[str, tuple[Waiting, Group]] = {}
+        self._taken: dict[str, tuple[Waiting, Group]] = {}
+        self._drops: list[Drop] = []
+        self._num_flat = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups in the queue."""
+        return len(self._queue)
+
+    @property
+    def drops(self) -> tuple[Drop, ...]:
+        """Groups dropped since the last `settle`."""
+        return tuple(self._drops)
+
+    def offer(self, key: str, group: Group) -> bool:
+        """Queue an admitted group. False if this key was offered or settled before."""
+        if key in self._known:
+            return False
+        self._known.add(key)
+        self._queue[key] = (Waiting(key, group.version, flatness(group)), group)
+        return True
+
+    def drop_stale(self, key: str) -> bool:
+        """Drop a group by its key alone, unread, because its version is too old. False if the key was known."""
+        if key in self._known:
+            return False
+        self._known.add(key)
+        self._drops.append(Drop(key, "stale"))
+        return True
+
+    def take(self, version: int) -> tuple[Choice, tuple[Group, ...]]:
+        """Choose for the next step with `version` newest. Raises RuntimeError if the step before is neither settled nor put back."""
+        if self._taken:
+            raise RuntimeError("take() before the last step was settled or put back")
+        choice = choose(
+            [waiting for waiting, _ in self._queue.values()],
+            version=version,
+            num_wanted=self._num_wanted,
+            max_looked=self._max_looked,
+            max_staleness_hard=self._max_staleness_hard,
+            num_flat_before=self._num_flat,
+        )
+        for drop in choice.dropped:
+            del self._queue[drop.key]
+        self._drops += choice.dropped
+        self._num_flat += sum(drop.reason != "stale" for drop in choice.dropped)
+        if choice.status == "no_signal":
+            self._num_flat = 0
+        self._taken = {key: self._queue.pop(key) for key in choice.taken}
+        return choice, tuple(group for _, group in self._taken.values())
+
+    def settle(self) -> None:
+        """The step manifest with the taken and dropped groups is written: forget them."""
+        self._taken = {}
+        self._drops = []
+        self._num_flat = 0
+
+    def put_back(self) -> None:
+        """The step failed: its groups wait again, before all that came later."""
+        self._queue = {**self._taken, **self._queue}
+        self._taken = {}
