@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -249,7 +249,7 @@ def _fetcher(model: GPTModel, config: Lfm2Config, masters: Mapping[str, torch.Te
     weights = local_weights(model)
     weights.update(masters or {})
     num_owners = parallel_state.get_expert_model_parallel_world_size()
-    group = parallel_state.get_expert_model_parallel_group()
+    group = cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
     fc1, fc2 = (2 * config.moe_ffn_size, config.hidden_size), (config.hidden_size, config.moe_ffn_size)
 
     def fetch(weight: Weight) -> torch.Tensor:

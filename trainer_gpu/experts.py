@@ -6,7 +6,7 @@ SequentialMLP; the weights of a layer are views of one block of memory, which is
 Shapes: R dispatched rows sorted by expert, E local experts, I inputs, O outputs.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,8 @@ class GroupedExperts(SequentialMLP):
 
     def join_storage(self) -> None:
         """Move the experts' weights into one block each for fc1 and fc2. Call after the model is on its device."""
-        self.fc1 = _join([expert.linear_fc1.weight for expert in self.local_experts])
-        self.fc2 = _join([expert.linear_fc2.weight for expert in self.local_experts])
+        self.fc1 = _join(self._weights("linear_fc1"))
+        self.fc2 = _join(self._weights("linear_fc2"))
 
     def forward(
         self,
@@ -33,11 +33,12 @@ class GroupedExperts(SequentialMLP):
         """Rows [R, D] sorted by expert, their counts [E] and routing weights [R] -> ([R, D], no bias)."""
         x = permuted_local_hidden_states
         ends = tokens_per_expert.cumsum(0).to(x.device, torch.int32)
-        fc1 = [expert.linear_fc1.weight for expert in self.local_experts]
-        fc2 = [expert.linear_fc2.weight for expert in self.local_experts]
-        gate, up = _GroupedLinear.apply(x, ends, self.fc1, *fc1).chunk(2, dim=-1)
+        gate, up = _GroupedLinear.apply(x, ends, self.fc1, *self._weights("linear_fc1")).chunk(2, dim=-1)
         inner = F.silu(gate) * up * permuted_probs.unsqueeze(-1)
-        return _GroupedLinear.apply(inner.to(x.dtype), ends, self.fc2, *fc2), None
+        return _GroupedLinear.apply(inner.to(x.dtype), ends, self.fc2, *self._weights("linear_fc2")), None
+
+    def _weights(self, linear: str) -> list[torch.nn.Parameter]:
+        return [cast(torch.nn.Parameter, expert.get_parameter(f"{linear}.weight")) for expert in self.local_experts]
 
 
 def _join(weights: list[torch.nn.Parameter]) -> torch.Tensor:
@@ -57,9 +58,9 @@ class _GroupedLinear(torch.autograd.Function):
         return F.grouped_mm(x, block.transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, ends, block = ctx.saved_tensors
-        grad = grad.contiguous()
+        grad = grad_outputs[0].contiguous()  # the kernel refuses expanded gradients
         grad_x = F.grouped_mm(grad, block, offs=ends)
         grad_block = F.grouped_mm(grad.t(), x, offs=ends)
         return grad_x, None, None, *grad_block.unbind(0)

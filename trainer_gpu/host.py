@@ -73,11 +73,12 @@ def setup_process(num_threads: int = 1, seed: int = 0, layout: Layout = DATA_PAR
     backend = "nccl" if HAS_CUDA else "gloo"
     if dist.is_torchelastic_launched():
         if HAS_CUDA:
-            torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+            torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend)
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
     if not HAS_CUDA:
         _pretend_cuda()

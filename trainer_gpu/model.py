@@ -9,13 +9,14 @@ Shapes: T tokens of a packed row, D hidden, V vocabulary, L layers with experts,
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import CoreAttentionBuilder, SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -53,11 +54,11 @@ def build_model(config: Lfm2Config, dtype: torch.dtype) -> GPTModel:
     """
     model = GPTModel(
         config=transformer_config(config, dtype),
-        transformer_layer_spec=_block_spec(config),
+        transformer_layer_spec=cast(ModuleSpec, _block_spec(config)),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         position_embedding_type="rope",
-        rotary_base=config.rope_theta,
+        rotary_base=cast(int, config.rope_theta),
         share_embeddings_and_output_weights=True,
         parallel_output=False,
     ).to(host.device())
@@ -71,7 +72,7 @@ def build_model(config: Lfm2Config, dtype: torch.dtype) -> GPTModel:
 
 def transformer_config(config: Lfm2Config, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's settings for `config`: no dropout, no fusion that needs TransformerEngine, no auxiliary loss."""
-    moe: dict[str, object] = {}
+    moe: dict[str, Any] = {}
     if config.num_experts:
         scaling = config.routed_scaling_factor
         moe = {
@@ -124,7 +125,7 @@ def _block_spec(config: Lfm2Config) -> TransformerBlockSubmodules:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=CausalAttention,
+            core_attention=cast(CoreAttentionBuilder, CausalAttention),
             linear_proj=RowParallelLinear,
             q_layernorm=RMSNorm,
             k_layernorm=RMSNorm,
@@ -137,15 +138,15 @@ def _block_spec(config: Lfm2Config) -> TransformerBlockSubmodules:
             submodules=TransformerLayerSubmodules(
                 input_layernorm=RMSNorm,
                 self_attention=attention if i in config.attention_layers else conv,
-                self_attn_bda=get_bias_dropout_add,
+                self_attn_bda=cast(type, get_bias_dropout_add),
                 pre_mlp_layernorm=RMSNorm,
                 mlp=experts if i in config.moe_layers else dense,
-                mlp_bda=get_bias_dropout_add,
+                mlp_bda=cast(type, get_bias_dropout_add),
             ),
         )
         for i in range(config.num_layers)
     ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=ModuleSpec(RMSNorm))
 
 
 def hidden_packed(model: GPTModel, ids: torch.Tensor, seq_lens: Sequence[int]) -> torch.Tensor:
@@ -204,7 +205,7 @@ def replayed_routing(model: GPTModel, indices: torch.Tensor) -> Iterator[None]:
             these without a word.
     """
     routers = _routers(model)
-    num_experts, topk = model.config.num_moe_experts, model.config.moe_router_topk
+    num_experts, topk = model.config.num_moe_experts or 0, model.config.moe_router_topk
     if indices.dim() != 3 or indices.shape[1:] != (len(routers), topk):
         raise LayoutError(f"routing has shape {tuple(indices.shape)}, not [tokens, {len(routers)}, {topk}]")
     ordered = indices.sort(dim=-1).values
@@ -230,13 +231,13 @@ def recorded_routing(model: GPTModel) -> Iterator[list[torch.Tensor]]:
         router.set_router_replay_action(RouterReplayAction.RECORD)
     try:
         yield recorded
-        recorded.append(torch.stack([router.get_recorded_indices() for router in routers], dim=1))
+        recorded.append(torch.stack([cast(torch.Tensor, router.get_recorded_indices()) for router in routers], dim=1))
     finally:
         _forget_routing(routers)
 
 
 def _routers(model: GPTModel) -> list[RouterReplay]:
-    return [module.router_replay for module in model.modules() if isinstance(module, SigmoidRouter)]
+    return [cast(RouterReplay, module.router_replay) for module in model.modules() if isinstance(module, SigmoidRouter)]
 
 
 def _forget_routing(routers: list[RouterReplay]) -> None:

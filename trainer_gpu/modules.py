@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.typed_torch import not_none
 from torch.nn.attention.varlen import varlen_attn
 
 from trainer_gpu.packing import PackedRow
@@ -53,6 +54,7 @@ class ShortConv(MegatronModule):
         super().__init__(config=config)
         self.layer_number = layer_number
         size = config.hidden_size
+        into, out_of = not_none(config.init_method), not_none(config.output_layer_init_method)
         shared: dict[str, Any] = {
             "config": config,
             "bias": False,
@@ -60,8 +62,8 @@ class ShortConv(MegatronModule):
             "is_expert": False,
             "tp_group": pg_collection.tp,
         }
-        self.in_proj = ColumnParallelLinear(size, 3 * size, init_method=config.init_method, gather_output=False, **shared)
-        self.out_proj = RowParallelLinear(size, size, init_method=config.output_layer_init_method, input_is_parallel=True, **shared)
+        self.in_proj = ColumnParallelLinear(size, 3 * size, init_method=into, gather_output=False, **shared)
+        self.out_proj = RowParallelLinear(size, size, init_method=out_of, input_is_parallel=True, **shared)
         weight = torch.empty(size, kernel_size, dtype=config.params_dtype)
         self.conv_weight = torch.nn.Parameter(weight.uniform_(-(kernel_size**-0.5), kernel_size**-0.5))
 
@@ -150,7 +152,7 @@ class SigmoidRouter(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection)
         self.norm_topk_prob = norm_topk_prob
         del self.expert_bias
-        bias = torch.zeros(config.num_moe_experts, dtype=torch.float32) if use_expert_bias else None
+        bias = torch.zeros(not_none(config.num_moe_experts), dtype=torch.float32) if use_expert_bias else None
         self.register_buffer("expert_bias", bias)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:

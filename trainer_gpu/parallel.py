@@ -5,6 +5,7 @@ elsewhere; the layout over processes is in `layout.py`. Assumes `trainer_gpu.hos
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -16,6 +17,8 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.typed_torch import not_none
 
 from stoa.contracts.errors import CheckpointError, NonFiniteError
 from trainer_gpu import host
@@ -33,7 +36,8 @@ class Trainable:
         self._ddp = DistributedDataParallel(model.config, config, model)
         self._ddp.broadcast_params()
         with host.cuda_literals():
-            self._optimizer = get_megatron_optimizer(optimizer_config, [self._ddp], use_gloo_process_groups=not host.HAS_CUDA)
+            optimizer = get_megatron_optimizer(optimizer_config, [self._ddp], use_gloo_process_groups=not host.HAS_CUDA)
+        self._optimizer = cast(ChainedOptimizer, optimizer)  # what 0.16 returns for every model without FSDP
         self._clip_grad = optimizer_config.clip_grad
 
     def step(self, losses: Iterable[Callable[[], torch.Tensor]]) -> float:
@@ -65,13 +69,19 @@ class Trainable:
                 )
             for part in self._optimizer.chained_optimizers:
                 if self._clip_grad > 0:
-                    clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip_grad, grad_norm)
+                    clip_grad_by_total_norm_fp32(list[torch.Tensor](part.get_parameters()), self._clip_grad, grad_norm)
             self._optimizer.step_with_ready_grads()
         return grad_norm
 
+    def set_learning_rate(self, rate: float) -> None:
+        """Learning rate of the steps from now on."""
+        for part in self._optimizer.chained_optimizers:
+            for group in part.param_groups:
+                group["lr"] = rate * group.get("lr_mult", 1.0)
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """fp32 gradients of the last step by parameter name, summed and clipped, as views."""
-        return {global_name(self.model, n): p.main_grad for n, p in self.model.named_parameters()}
+        return {global_name(self.model, n): cast(Any, p).main_grad for n, p in self.model.named_parameters()}
 
     def masters(self) -> dict[str, torch.Tensor]:
         """fp32 master of every parameter of this process by name, as views: what the optimizer changes."""
@@ -172,7 +182,7 @@ def global_name(model: GPTModel, name: str) -> str:
         return name
     local, _, rest = tail.partition(".")
     size = parallel_state.get_expert_model_parallel_world_size()
-    first = parallel_state.get_expert_model_parallel_rank() * (model.config.num_moe_experts // size)
+    first = parallel_state.get_expert_model_parallel_rank() * (not_none(model.config.num_moe_experts) // size)
     return f"{head}{mark}{first + int(local)}.{rest}"
 
 
