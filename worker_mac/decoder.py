@@ -1,0 +1,112 @@
+"""Rows of a batch bound to a model: start from prompts, feed several tokens, step all rows by one token, keep some.
+
+What the tokens mean and which row plays which episode is the sweep's business. All calls come from one thread, and
+nothing here gives out an `mx.array`: results are numpy arrays, so no caller can pin a cache.
+
+Legend: R rows, S rows fed, W most tokens of one row, N tokens fed.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from worker_mac.model import Feed, Model
+from worker_mac.sampler import draw
+
+Ids = NDArray[np.int32]
+
+
+class Decoder:
+    """One batch. `positions[r]`: tokens that row r's cache holds."""
+
+    def __init__(self, model: Model, *, feed_tokens: int = 4096) -> None:
+        self._model = model
+        self._feed_tokens = feed_tokens
+        self._cache = model.new_cache(0)
+        self.positions: Ids = np.zeros(0, np.int32)
+        self._rows = mx.array(self.positions)
+
+    def begin(self, prompts: Sequence[Ids], rows: NDArray[np.intp]) -> int:
+        """Feed all but the last token of each prompt once; then row r continues prompt `rows[r]`.
+
+        Returns the number of tokens fed. Each row's first step is given its prompt's last token.
+        """
+        self._cache = self._model.new_cache(len(prompts))
+        self.positions = np.zeros(len(prompts), np.int32)
+        everyone = np.arange(len(prompts))
+        self.feed(everyone, [prompt[:-1] for prompt in prompts])
+        num_fed = int(self.positions.sum())
+        self.keep(rows)
+        return num_fed
+
+    def feed(self, rows: NDArray[np.intp], tokens: Sequence[Ids]) -> None:
+        """Give row `rows[i]` the tokens `tokens[i]`, without sampling; in bites of at most `feed_tokens` tokens."""
+        done = np.zeros(len(rows), np.int64)
+        sizes = np.array([len(ids) for ids in tokens], np.int64)
+        while (left := sizes - done).any():
+            bites = np.minimum(left, np.maximum(self._feed_tokens - (np.cumsum(left) - left), 0))
+            fed = np.flatnonzero(bites)
+            bite = [tokens[i][done[i] : done[i] + bites[i]] for i in fed]
+            self._feed_once(rows[fed], bite)
+            done += bites
+
+    def _feed_once(self, rows: NDArray[np.intp], tokens: Sequence[Ids]) -> None:
+        counts_S = np.array([len(ids) for ids in tokens], np.int32)
+        width = int(counts_S.max())
+        starts_S = self.positions[rows]
+        offsets_S = np.cumsum(counts_S, dtype=np.int32) - counts_S
+        columns_W = np.arange(width, dtype=np.int32)
+        real_SW = columns_W < counts_S[:, None]
+        padded_SW = offsets_S[:, None] + np.minimum(columns_W, counts_S[:, None] - 1)
+        ragged = not bool(real_SW.all())
+        self._cache.reserve(int((starts_S + counts_S).max()))
+        feed = Feed(
+            tokens=mx.array(np.concatenate(tokens)),
+            slots=mx.array(np.repeat(rows, counts_S).astype(np.int32)),
+            positions=mx.array((starts_S[:, None] + columns_W)[real_SW]),
+            starts=mx.array(starts_S),
+            width=width,
+            rows=mx.array(rows.astype(np.int32)),
+            padded=mx.array(padded_SW) if ragged else None,
+            packed=mx.array(np.flatnonzero(real_SW).astype(np.int32)) if ragged else None,
+            counts=mx.array(counts_S) if ragged else None,
+        )
+        self._model.hidden(feed, self._cache)
+        mx.eval(self._cache.arrays())
+        self.positions[rows] += counts_S
+
+    def step(
+        self, tokens: Ids, uniform: NDArray[np.float32], active: NDArray[np.bool_]
+    ) -> tuple[Ids, NDArray[np.float32]]:
+        """Give every active row one token and draw its next: int32 [R], float32 [R], bool [R] -> int32 [R], float32 [R].
+
+        Inactive rows keep their state; what is returned for them means nothing.
+        """
+        self._cache.reserve(int(self.positions.max()) + 1)
+        places = mx.array(self.positions)
+        feed = Feed(
+            tokens=mx.array(tokens),
+            slots=self._rows,
+            positions=places,
+            starts=places,
+            width=1,
+            active=None if active.all() else mx.array(active),
+        )
+        drawn, logprobs = draw(self._model.logits(self._model.hidden(feed, self._cache)), mx.array(uniform))
+        mx.eval(drawn, logprobs, self._cache.arrays())
+        self.positions += active
+        return np.array(drawn), np.array(logprobs)
+
+    def keep(self, rows: NDArray[np.intp]) -> None:
+        """Go on with these rows only, in this order; a row named twice is copied."""
+        self._cache.take(mx.array(rows.astype(np.int32)))
+        mx.eval(self._cache.arrays())
+        self.positions = self.positions[rows].copy()
+        self._rows = mx.arange(len(rows), dtype=mx.int32)
+
+    @property
+    def num_cache_bytes(self) -> int:
+        """Bytes of the batch's cache."""
+        return self._cache.num_bytes

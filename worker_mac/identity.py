@@ -1,0 +1,64 @@
+"""Who this worker is: one process a state folder, a host id that stays, a nonce drawn at each start, a trusted key a run.
+
+Nothing here talks to a server. The folder belongs to one worker; a second one is refused by a lock that the system
+drops when the process ends, however it ends.
+"""
+
+import fcntl
+import secrets
+from pathlib import Path
+
+from stoa.contracts.errors import ConfigError, WorkerLockedError
+from stoa.contracts.ids import is_name
+
+
+class Identity:
+    """Holds the lock on a state folder; `host` names this Mac in keys, queues and workflow ids, `nonce` this process."""
+
+    def __init__(self, folder: Path, host: str = "") -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder = folder
+        self._lock = (folder / "lock").open("a+", encoding="ascii")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise WorkerLockedError(
+                f"{folder}: another worker uses this state folder", hint="end it, or give this one its own with --state DIR"
+            ) from None
+        self.host = self._host(host)
+        self.nonce = secrets.token_hex(8)
+
+    def close(self) -> None:
+        """Let the folder go."""
+        self._lock.close()
+
+    def run_folder(self, run: str) -> Path:
+        """Folder of one run, made if it is not there."""
+        path = self.folder / "runs" / run
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _host(self, given: str) -> str:
+        path = self.folder / "host"
+        kept = path.read_text("ascii").strip() if path.is_file() else ""
+        host = given or kept or f"mac-{secrets.token_hex(4)}"
+        if not is_name(host):
+            raise ConfigError(
+                f"host name {host!r} is not lower case letters, digits and dashes (1 to 48)",
+                hint="choose another --host" if given else f"remove {path}",
+            )
+        if host != kept:
+            path.write_text(f"{host}\n", "ascii")
+        return host
+
+
+def pinned_key(run_folder: Path) -> str | None:
+    """The public key this Mac trusts for the run, or None before its first visit."""
+    path = run_folder / "public_key"
+    return path.read_text("ascii").strip() if path.is_file() else None
+
+
+def pin_key(run_folder: Path, public_key: str) -> None:
+    """Trust this key for the run from now on."""
+    (run_folder / "public_key").write_text(f"{public_key}\n", "ascii")

@@ -1,0 +1,97 @@
+"""The fields of a checkpoint's config.json that the Mac's forward pass needs.
+
+Shapes of tensors are `stoa.weights.layout`'s; this file reads what shapes do not tell. Nothing is assumed: a missing
+field is an error.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stoa.contracts.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The architecture. For the dense family `num_experts` is 0."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    attention_layers: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    conv_kernel: int
+    num_dense_layers: int
+    num_experts: int
+    experts_per_token: int
+    normalise_weights: bool
+    routed_scale: float
+    rope_theta: float
+    norm_eps: float
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_heads
+
+
+def read_model_config(config: Mapping[str, object]) -> ModelConfig:
+    """Read a parsed config.json. Raises CheckpointError for another family or a field that is missing or unusable."""
+    family = config.get("model_type")
+    if family not in ("lfm2_moe", "lfm2"):
+        raise CheckpointError(f"config.json: model_type is {family!r}", hint="known families: lfm2_moe, lfm2")
+    if config.get("conv_bias"):
+        raise CheckpointError("config.json: conv_bias is true, which this forward pass does not have")
+    moe = family == "lfm2_moe"
+    num_layers = _whole(config, "num_hidden_layers")
+    return ModelConfig(
+        family=str(family),
+        vocab_size=_whole(config, "vocab_size"),
+        hidden_size=_whole(config, "hidden_size"),
+        num_layers=num_layers,
+        attention_layers=_attention_layers(config, num_layers),
+        num_heads=_whole(config, "num_attention_heads"),
+        num_kv_heads=_whole(config, "num_key_value_heads"),
+        conv_kernel=_whole(config, "conv_L_cache"),
+        num_dense_layers=_whole(config, "num_dense_layers") if moe else num_layers,
+        num_experts=_whole(config, "num_experts") if moe else 0,
+        experts_per_token=_whole(config, "num_experts_per_tok") if moe else 0,
+        normalise_weights=bool(config.get("norm_topk_prob", True)),
+        routed_scale=_number(config, "routed_scaling_factor") if "routed_scaling_factor" in config else 1.0,
+        rope_theta=_rope_theta(config),
+        norm_eps=_number(config, "norm_eps"),
+    )
+
+
+def _whole(config: Mapping[str, object], field: str) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CheckpointError(f"config.json: {field} is {value!r}, not a whole number")
+    return value
+
+
+def _number(config: Mapping[str, object], field: str) -> float:
+    value = config.get(field)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise CheckpointError(f"config.json: {field} is {value!r}, not a number")
+    return float(value)
+
+
+def _rope_theta(config: Mapping[str, object]) -> float:
+    nested = config.get("rope_parameters")
+    if isinstance(nested, Mapping) and "rope_theta" in nested:
+        kind = nested.get("rope_type", "default")
+        if kind != "default":
+            raise CheckpointError(f"config.json: rope_type is {kind!r}; only default is implemented")
+        return _number(nested, "rope_theta")
+    return _number(config, "rope_theta")
+
+
+def _attention_layers(config: Mapping[str, object], num_layers: int) -> tuple[int, ...]:
+    kinds, indices = config.get("layer_types"), config.get("full_attn_idxs")
+    if isinstance(kinds, list) and len(kinds) == num_layers:
+        return tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    if isinstance(indices, list):
+        return tuple(sorted(int(i) for i in indices))
+    raise CheckpointError("config.json: layer_types does not name every layer")

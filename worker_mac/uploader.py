@@ -1,0 +1,165 @@
+"""Ships finished objects from a background thread, with a spool on disk so that a killed worker loses none.
+
+It receives bytes only (nothing of MLX may leave the engine's thread) and writes create-only keys, so sending twice is
+harmless. What is in an object, and whether a spooled one is still wanted, is the engine's business.
+"""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+from urllib.parse import quote, unquote
+
+import structlog
+
+from stoa.contracts.errors import ObjectExistsError, ServiceUnavailableError, StoaError
+
+_log = structlog.get_logger(__name__)
+
+FIRST_WAIT_SECONDS: Final = 0.2
+LONGEST_WAIT_SECONDS: Final = 10.0
+_PART: Final = ".part"
+
+
+class Target(Protocol):
+    """Where objects go: the one method of `stoa.bucket.store.Store` that is needed."""
+
+    def create(self, key: str, data: bytes, *, kind: str = "") -> str: ...  # noqa: D102
+
+
+class Spool:
+    """Objects on disk, one file each, named by their key; a file that is there is whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for torn in folder.glob(f"*{_PART}"):
+            torn.unlink()
+
+    def add(self, key: str, data: bytes) -> None:
+        """Keep an object until it is removed."""
+        path = self._path(key)
+        part = path.with_name(path.name + _PART)
+        part.write_bytes(data)
+        part.replace(path)
+
+    def read(self, key: str) -> bytes:
+        """The bytes kept under this key."""
+        return self._path(key).read_bytes()
+
+    def remove(self, key: str) -> None:
+        """Forget an object."""
+        self._path(key).unlink(missing_ok=True)
+
+    def keys(self) -> list[str]:
+        """Keys of all objects, oldest first."""
+        with os.scandir(self._folder) as entries:
+            files = [(entry.stat().st_mtime_ns, entry.name) for entry in entries if not entry.name.endswith(_PART)]
+        return [unquote(name) for _, name in sorted(files)]
+
+    def _path(self, key: str) -> Path:
+        return self._folder / quote(key, safe="")
+
+
+class Uploader:
+    """Sends spooled objects one after another; an outage is waited out for as long as this process lives."""
+
+    def __init__(self, target: Target, spool: Spool) -> None:
+        self._target, self._spool = target, spool
+        self._changed = threading.Condition()
+        self._queue: deque[str] = deque()
+        self._closing = False
+        self._fault: StoaError | None = None
+        self.num_sent = 0
+        self.num_refused = 0
+        """Objects whose key was taken by other bytes: an earlier try of the same sweep got there first."""
+        self.bytes_sent = 0
+        self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
+        self._thread.start()
+
+    def recover(self, wanted: Callable[[str], bool]) -> int:
+        """Queue what an earlier process left in the spool; what is not wanted any more is dropped. Returns how many."""
+        kept = 0
+        for key in self._spool.keys():
+            if wanted(key):
+                self._enqueue(key)
+                kept += 1
+            else:
+                _log.warning("spooled_object_dropped", key=key)
+                self._spool.remove(key)
+        return kept
+
+    def put(self, key: str, data: bytes) -> None:
+        """Take over an object: it is on disk when this returns, and in the bucket some time later."""
+        if type(data) is not bytes:
+            raise TypeError(f"the uploader takes bytes, not {type(data).__name__}")
+        self._spool.add(key, data)
+        self._enqueue(key)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is left to send; False if something still is. Raises what made an object undeliverable."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._fault is not None or not self._queue, timeout_seconds)
+            fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+        if not done and not self._thread.is_alive():
+            raise ServiceUnavailableError("the upload thread has ended", hint="start the worker again: its spool is kept")
+        return done
+
+    def close(self) -> None:
+        """Stop after the object in hand; what is not sent stays in the spool for the next start."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout=LONGEST_WAIT_SECONDS)
+
+    def _enqueue(self, key: str) -> None:
+        with self._changed:
+            if key not in self._queue:
+                self._queue.append(key)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or bool(self._queue))
+                if self._closing:
+                    return
+                key = self._queue[0]
+            if not self._send(key):
+                return
+            with self._changed:
+                self._queue.popleft()
+                self._changed.notify_all()
+
+    def _send(self, key: str) -> bool:
+        """Send one object, waiting out outages; False if closing came first."""
+        data, wait_seconds = self._spool.read(key), FIRST_WAIT_SECONDS
+        while True:
+            try:
+                self._target.create(key, data)
+                self.num_sent += 1
+                self.bytes_sent += len(data)
+                _log.debug("object_sent", key=key, bytes=len(data))
+                break
+            except ObjectExistsError:
+                self.num_refused += 1
+                _log.warning("object_refused", key=key, reason="the key is taken")
+                break
+            except StoaError as error:
+                if not error.retryable:
+                    # The spool keeps it: the next start tries again, perhaps with a better key for the bucket.
+                    _log.error("object_undeliverable", key=key, reason=error.message)
+                    with self._changed:
+                        self._fault = error
+                    return True
+                _log.warning("upload_waiting", key=key, reason=error.message, wait_seconds=wait_seconds)
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closing, wait_seconds):
+                    return False
+            wait_seconds = min(wait_seconds * 2, LONGEST_WAIT_SECONDS)
+        self._spool.remove(key)
+        return True
