@@ -174,6 +174,8 @@ class GrantRequest:
     sweep: int
     num_groups: int
     wait_seconds: float = 10.0
+    ended_before: int = 0
+    """Sweeps of this host with a lower number are over: groups they did not bring are lost."""
 
 
 @dataclass(frozen=True)
