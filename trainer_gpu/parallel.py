@@ -46,6 +46,7 @@ class Trainable:
         Args:
             losses: one closure a micro-batch; each runs the forward pass and returns a scalar that is summed over
                 micro-batches and processes. Nothing is divided by anything here: a loss carries its denominator.
+                Processes that share experts must bring equally many.
 
         Returns:
             The global gradient norm before clipping.
