@@ -13,6 +13,7 @@ from mlx_lm.models import lfm2_moe
 from safetensors.torch import load_file, save_file
 
 from stoa.contracts.errors import CheckpointError
+from stoa.weights.layout import layout_of
 from tests.unit.trainer_gpu.checkpoints import load
 from trainer_gpu.convert import load_hub, local_weights, mlx_tensors, save_hub, weight_map
 from trainer_gpu.model import build_model, read_model_config
@@ -61,6 +62,14 @@ def test_mlx_tensors_equal_what_mlx_lm_makes_of_the_checkpoint(moe_folder: Path)
     assert {name: t.shape for name, t in tree_flatten(served.parameters())} == {name: tuple(t.shape) for name, t in ours.items()}
     assert all(np.array_equal(np.array(theirs[name]), t.numpy()) for name, t in ours.items())
     assert len(list(mlx_tensors(model, config))) == len(ours), "no tensor is yielded twice"
+
+
+@pytest.mark.parametrize("family", ["moe", "dense"])
+def test_mlx_tensors_have_the_names_and_shapes_of_the_wire(family: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(f"{family}_folder")
+    config, model = load(folder)
+    layout = layout_of(json.loads((folder / "config.json").read_text()), "float32")
+    assert {name: tuple(t.shape) for name, t in mlx_tensors(model, config)} == {spec.name: spec.shape for spec in layout.tensors}
 
 
 def test_mlx_tensors_of_masters_are_the_masters(moe_folder: Path) -> None:
