@@ -23,7 +23,7 @@ from stoa.contracts.errors import FormatError, NonFiniteError
 STEP_FORMAT: Final = "stoa-step-1"
 NOTE_FORMAT: Final = "stoa-drops-1"
 MAX_STEP_BYTES: Final = 8 << 20
-_STRICT: Final = ConfigDict(extra="forbid", strict=True)
+_STRICT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _Count = Annotated[int, Field(ge=0)]
 _Seconds = Annotated[float, Field(ge=0.0)]
 

@@ -58,6 +58,7 @@ _TENSORS: Final = {
     "routing": ("U8", "u1", 3),
 }
 """safetensors type, numpy type and number of dimensions of every tensor."""
+_STRICT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _OPTIONAL: Final = {"routing"}
 
 _Name = Annotated[str, Field(max_length=256)]
@@ -67,7 +68,7 @@ _Tensors = dict[str, NDArray[np.generic]]
 
 @dataclass(frozen=True, slots=True)
 class _EpisodeDocument:
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__ = _STRICT
 
     question_id: _Name
     reward: float
@@ -78,7 +79,7 @@ class _EpisodeDocument:
 
 @dataclass(frozen=True, slots=True)
 class _TimingsDocument:
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__ = _STRICT
 
     sweep_started_at: float
     decode_seconds: float
@@ -91,7 +92,7 @@ class _TimingsDocument:
 class _Document:
     """The metadata of a group."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__ = _STRICT
 
     format: _Name
     run: _Name
@@ -151,7 +152,9 @@ def _decompress(data: bytes) -> bytes:
             raise FormatError(f"group: the frame does not declare a content size of at most {MAX_GROUP_BYTES} bytes")
         if frame.window_size > _MAX_WINDOW_BYTES or frame.dict_id:
             raise FormatError("group: the frame needs a dictionary or a window of more than 8 MiB")
-        reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(data, read_across_frames=True)
+        if _frame_end(data, zstandard.frame_header_size(data), frame.has_checksum) != len(data):
+            raise FormatError("group: the frame is cut off, or bytes follow it")
+        reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(data)
         content = io.BytesIO()
         while content.tell() <= claimed and (chunk := reader.read(_READ_BYTES)):
             content.write(chunk)
@@ -160,6 +163,16 @@ def _decompress(data: bytes) -> bytes:
     if content.tell() != claimed:
         raise FormatError(f"group: the frame holds other than the {claimed} bytes it declares")
     return content.getvalue()
+
+
+def _frame_end(data: bytes, at: int, has_checksum: bool) -> int:
+    """Where the frame ends whose first block is at `at` (RFC 8878, 3.1.1.2): a stream reader would not miss a cut-off tail."""
+    last = False
+    while not last and at + 3 <= len(data):
+        block = int.from_bytes(data[at : at + 3], "little")
+        last = bool(block & 1)
+        at += 3 + (1 if (block >> 1) & 3 == 1 else block >> 3)
+    return at + 4 * has_checksum if last else -1
 
 
 def _metadata(content: bytes) -> bytes:
