@@ -6,6 +6,7 @@ Pure: the rows come from signed manifests and create-only step objects; no serve
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cli.report.record import RunRecord, StepRow, VersionRow
 
@@ -77,7 +78,7 @@ def lineage_faults(steps: Sequence[StepRow]) -> tuple[str, ...]:
     faults: list[str] = []
     if steps and steps[0].step != 1:
         faults.append(f"the lineage begins at step {steps[0].step}, not at 1")
-    for before, row in zip(steps, steps[1:], strict=False):
+    for before, row in pairwise(steps):
         if row.step != before.step + 1:
             faults.append(f"step {row.step} follows step {before.step}")
         if row.parent_key != before.key:
@@ -94,7 +95,7 @@ def chain_faults(versions: Sequence[VersionRow]) -> tuple[str, ...]:
         faults.append(f"the chain begins at version {versions[0].version}, not at 0")
     if versions and versions[0].anchor_version != versions[0].version:
         faults.append(f"version {versions[0].version} has no anchor, and no version before it")
-    for before, row in zip(versions, versions[1:], strict=False):
+    for before, row in pairwise(versions):
         if row.version != before.version + 1 or row.parent_version != before.version:
             faults.append(f"version {row.version} (parent {row.parent_version}) follows version {before.version}")
         elif row.parent_sha256 != before.sha256:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Final, NoReturn
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 
 from cli import say
 from cli.say import Exit
@@ -42,7 +42,13 @@ Examples: `stoa demo` runs the whole thing here in minutes; `stoa run configs/de
 
 def build() -> App:
     """The application with all commands, none of them imported."""
-    app = App(name="stoa", help=_EXAMPLES, version=_version, result_action="return_value", error_formatter=_usage_text)
+    app = App(
+        name="stoa",
+        help=_EXAMPLES,
+        version=_version,
+        result_action="return_value",
+        default_parameter=Parameter(negative_bool="", negative_iterable=""),
+    )
     for group, commands in _COMMANDS.items():
         for name, text in commands.items():
             app.command(f"cli.commands.{name}:{name}", name=name, help=text, group=group)
@@ -69,7 +75,7 @@ def run(tokens: Sequence[str]) -> Exit:
         return Exit.STOPPED
     except BrokenPipeError:
         return Exit.FAILED
-    except Exception as problem:
+    except Exception as problem:  # noqa: BLE001 - the edge of the program
         say.error(f"{type(problem).__name__}: {problem}", "this is a fault of the program: the lines below say where")
         import traceback
 

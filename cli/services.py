@@ -29,6 +29,7 @@ READY_SECONDS: Final = 40.0
 _FREE_PORTS: Final = range(20_000, 32_000)
 """Below the range that systems hand out by themselves on outgoing connections, also with the offset added."""
 _HOST: Final = "127.0.0.1"
+_PROBE_KEY: Final = "probe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def start_services(house: Household, folder: Path, logs: Path, credentials: Cred
     _wait(temporal, deadline, lambda: check_namespace(services.temporal_address, "default"))
     bucket = Bucket(endpoint=services.bucket_endpoint, head_interval_seconds=0.0)
     store = Store(bucket, credentials)
-    _wait(weed, deadline, store.ensure_bucket)
+    _wait(weed, deadline, lambda: _writes_work(store))
     return services
 
 
@@ -95,6 +96,13 @@ def program(name: str) -> str:
     if found is None:
         raise MissingExtraError(f"the program `{name}` is not installed", hint="run `pip install 'stoa[local]'`")
     return found
+
+
+def _writes_work(store: Store) -> None:
+    # The port answers, and even makes buckets, a moment before objects can be written.
+    store.ensure_bucket()
+    store.create(_PROBE_KEY, b"ready", kind="probe")
+    store.delete([_PROBE_KEY])
 
 
 def _temporal_ports(ports: Ports) -> tuple[int, int, tuple[int, int]]:

@@ -5,24 +5,24 @@ from pathlib import Path
 from cyclopts import App
 
 from cli import say
+from cli.arguments import Sets
 
 config = App(name="config", help="Check a configuration file.")
 
 
 @config.command
-def check(file: Path, /, *, set: tuple[str, ...] = ()) -> None:  # noqa: A002 - the flag is called --set
+def check(file: Path, /, *, sets: Sets = ()) -> None:
     """Check a file and name every fault by file, line, key and nearest valid name.
 
     Parameters
     ----------
     file
         Configuration to check.
-    set
-        A setting to change, as table.key=value; may be repeated.
     """
-    from environments.registry import create_environment  # names settled below
+    from cli.launch import check as fit
     from stoa.config.load import load_run
 
-    settings = load_run(file, set)
-    create_environment
-    say.talk(f"{file}: run {settings.run} is well configured")
+    settings = load_run(file, sets)
+    layout = fit(settings)
+    size = say.bytes_text(layout.num_bytes)
+    say.talk(f"{file}: run {settings.run}, {settings.model} ({size} in int8) on {settings.environment.name}: well configured")

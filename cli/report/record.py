@@ -17,6 +17,10 @@ class HostShare:
     refused: Mapping[str, int] = field(default_factory=dict)
     """Reason -> groups."""
     quarantined: bool = False
+    sampled_tokens: int = 0
+    decode_seconds: float = 0.0
+    pull_latency_seconds: float = 0.0
+    idle_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class StepRow:
     """Group key, host, reason."""
     hosts: Mapping[str, HostShare]
     metrics: Mapping[str, float]
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What the numbers mean, such as the gate's mode; alarms stand here too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,8 @@ class RunRecord:
     ended_at: float = 0.0
     version: int = -1
     """Of HEAD."""
+    live_step: int = 0
+    """Newest step the workflow tells of: ahead of HEAD between two versions."""
     step: int = 0
     """Of HEAD."""
     steps: tuple[StepRow, ...] = ()
@@ -100,6 +108,8 @@ class RunRecord:
     evaluations: tuple[EvaluationResult, ...] = ()
     """Oldest version first."""
     sessions: tuple[SessionStatus, ...] = ()
+    sessions_early: tuple[SessionStatus, ...] = ()
+    """The sessions as they were when start-up was over, if somebody watched."""
     bucket_bytes: Mapping[str, int] = field(default_factory=dict)
     """Kind of object -> bytes in the bucket."""
     bucket_objects: Mapping[str, int] = field(default_factory=dict)

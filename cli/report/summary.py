@@ -11,7 +11,7 @@ from statistics import median
 from typing import Final
 
 from cli.audit import Audit, audit
-from cli.report.record import RunRecord, StepRow, VersionRow
+from cli.report.record import RunRecord, StepRow
 from stoa.contracts.messages import EvaluationResult, SessionStatus
 
 STEADY_FROM_VERSION: Final = 2
@@ -136,7 +136,7 @@ def summarise(record: RunRecord) -> Summary:
     macs = tuple(_mac(session) for session in sorted(record.sessions, key=lambda s: s.host))
     pulled = sum(mac.bytes_down for mac in macs)
     pushed = sum(mac.bytes_up for mac in macs) + sum(deltas) + sum({r.anchor_version: r.anchor_bytes for r in versions}.values())
-    trainer_idle, mac_idle = trainer_idle_fraction(steps), mac_idle_fraction(record.sessions)
+    trainer_idle, mac_idle = trainer_idle_fraction(steps), mac_idle_fraction(record.sessions, record.sessions_early)
     return Summary(
         run=record.facts.run,
         state=record.state,
@@ -211,11 +211,18 @@ def trainer_idle_fraction(steps: Sequence[StepRow]) -> float:
     return waits / (waits + busy) if waits + busy else 0.0
 
 
-def mac_idle_fraction(sessions: Sequence[SessionStatus]) -> float:
-    """Share of the Macs' time between sweeps: idle / (idle + pull + apply + decode), all Macs together."""
-    idle = sum(s.idle_seconds for s in sessions)
-    busy = sum(s.decode_seconds + s.pull_seconds + s.apply_seconds for s in sessions)
-    return idle / (idle + busy) if idle + busy else 0.0
+def mac_idle_fraction(sessions: Sequence[SessionStatus], early: Sequence[SessionStatus] = ()) -> float:
+    """Share of the Macs' time between sweeps: idle / (idle + pull + apply + decode), all Macs together.
+
+    `early` are the same sessions once start-up was over; what they had counted by then is left out.
+    """
+    before = {s.host: s for s in early}
+    idle = busy = 0.0
+    for session in sessions:
+        start = before.get(session.host)
+        idle += session.idle_seconds - (start.idle_seconds if start else 0.0)
+        busy += _busy(session) - (_busy(start) if start else 0.0)
+    return idle / (idle + busy) if idle + busy > 0 else 0.0
 
 
 def rollout_time_share(record: RunRecord) -> float:
@@ -237,9 +244,15 @@ def idle_reason(record: RunRecord, trainer: float, mac: float) -> str:
     return "; ".join(said)
 
 
-def pull_latencies(record: RunRecord) -> Iterable[float]:
-    """From HEAD naming a version to a Mac serving it, one value a Mac and step where measured, else the last of each Mac."""
-    measured = [row.metrics[name] for row in record.steps for name in ("pull_latency_seconds",) if row.metrics.get(name, 0) > 0]
+def pull_latencies(record: RunRecord) -> list[float]:
+    """From HEAD naming a version to a Mac serving it: each value of each Mac once, else the last one of each session."""
+    measured: list[float] = []
+    last: dict[str, float] = {}
+    for row in record.steps:
+        for host, share in row.hosts.items():
+            if share.pull_latency_seconds > 0 and share.pull_latency_seconds != last.get(host):
+                last[host] = share.pull_latency_seconds
+                measured.append(share.pull_latency_seconds)
     return measured or [s.pull_latency_seconds_last for s in record.sessions if s.pull_latency_seconds_last > 0]
 
 
@@ -259,18 +272,16 @@ def spread(values: Iterable[float]) -> Spread:
     return Spread(median(kept), max(kept), len(kept)) if kept else Spread(0.0, 0.0, 0)
 
 
-def anchors_of(versions: Sequence[VersionRow]) -> dict[int, int]:
-    """Version -> bytes of each anchor, once."""
-    return {row.anchor_version: row.anchor_bytes for row in versions if row.anchor_bytes}
-
-
 def _median(values: Sequence[float]) -> float:
     return median(values) if values else 0.0
 
 
+def _busy(session: SessionStatus) -> float:
+    return session.decode_seconds + session.pull_seconds + session.apply_seconds
+
+
 def _mac(session: SessionStatus) -> MacRow:
-    busy = session.decode_seconds + session.pull_seconds + session.apply_seconds
-    total = busy + session.idle_seconds
+    total = _busy(session) + session.idle_seconds
     return MacRow(
         host=session.host,
         place=session.place,

@@ -74,9 +74,13 @@ def load_run(path: Path | None = None, sets: Sequence[str] = (), *, environ: Map
 
 
 def bucket_credentials(bucket: Bucket, *, environ: Mapping[str, str] | None = None) -> Credentials:
-    """Key and secret for `bucket`. Raises AccessDeniedError when there is none and the endpoint is not loopback."""
+    """Key and secret for `bucket`; a server on this machine has a well-known pair and is never shown a cloud's.
+
+    Raises AccessDeniedError when there is none and the endpoint is not loopback.
+    """
     source = os.environ if environ is None else environ
-    for names in (("STOA_BUCKET_KEY", "STOA_BUCKET_SECRET"), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")):
+    own, cloud = ("STOA_BUCKET_KEY", "STOA_BUCKET_SECRET"), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    for names in (own,) if is_loopback(bucket.endpoint) else (own, cloud):
         key, secret = (source.get(name, "") for name in names)
         if key and secret:
             return Credentials(key, secret)
@@ -110,20 +114,16 @@ def state_folder(role: str) -> Path:
     return folder
 
 
-def signing_key_path() -> Path:
-    """File of the run's private signing key, used when STOA_SIGNING_KEY is not set."""
-    return state_base() / "signing.key"
-
-
-def signing_seed(*, create: bool = False) -> bytes:
+def signing_seed(*, create: bool = False, base: Path | None = None) -> bytes:
     """The 32 secret bytes of the ed25519 key that signs manifests: STOA_SIGNING_KEY, else the file (0600).
 
-    With `create` a missing file is made. Raises ConfigError if there is no key, or it is not base64 of 32 bytes.
+    With `create` a missing file is made. With `base` only the file in that folder counts, not the environment.
+    Raises ConfigError if there is no key, or it is not base64 of 32 bytes.
     """
-    given = os.environ.get("STOA_SIGNING_KEY", "")
+    given = os.environ.get("STOA_SIGNING_KEY", "") if base is None else ""
     if given:
         return _decode_seed(given, "STOA_SIGNING_KEY")
-    path = signing_key_path()
+    path = (state_base() if base is None else base) / "signing.key"
     if create:
         _make_seed(path)
     try:
@@ -152,9 +152,9 @@ def resolve_model_folder(config: RunConfig) -> Path:
     )
 
 
-def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with `overrides`: what a worker it starts is given."""
-    return {**os.environ, **overrides}
+def child_environment(overrides: Mapping[str, str], *, without: Sequence[str] = ()) -> dict[str, str]:
+    """This process's environment less `without`, with `overrides`: what a process it starts is given."""
+    return {**{name: value for name, value in os.environ.items() if name not in without}, **overrides}
 
 
 def _read_text(path: Path) -> str:

@@ -1,0 +1,57 @@
+"""`stoa run CONFIG`: start a run, or go on with a stopped one."""
+
+from pathlib import Path
+
+from cli import say
+from cli.arguments import Sets
+from cli.say import Exit
+
+
+def run(
+    config: Path | None = None,
+    /,
+    *,
+    resume: bool = False,
+    detach: bool = False,
+    sets: Sets = (),
+) -> Exit:
+    """Start a run and follow it to its end. Ctrl-C stops following; the run goes on.
+
+    Parameters
+    ----------
+    config
+        Configuration; the demo's when left out.
+    resume
+        Go on with the stopped run of this name. Only [stop] may differ from what it was started with.
+    detach
+        Start it and return.
+    """
+    from cli.follow import Found, follow
+    from cli.launch import launch, open_store
+    from cli.report.collect import Collector
+    from cli.temporal import Control
+    from stoa.config.load import load_run
+
+    settings = load_run(config, sets)
+    with Control(settings.temporal) as control:
+        launched = launch(settings, control, resume=resume)
+        stop = settings.stop
+        say.talk(f"run {settings.run} {'goes on' if resume else 'is started'}: {settings.model} on {settings.environment.name}")
+        say.talk(f"control   Temporal at {settings.temporal.address}, workflow run-{settings.run}")
+        say.talk(f"bytes     {settings.bucket.endpoint}/{settings.bucket.name}; full weights {say.bytes_text(launched.layout.num_bytes)}")
+        limits = [
+            f"{stop.max_steps} steps" if stop.max_steps else "",
+            f"version {stop.max_versions}" if stop.max_versions else "",
+            f"{stop.max_minutes:g} minutes" if stop.max_minutes else "",
+            f"pass@1 of {stop.target_pass_at_1:g}" if stop.target_pass_at_1 else "",
+        ]
+        say.talk(f"ends at   {' or '.join(filter(None, limits)) or '`stoa stop`'}")
+        say.talk("needs     `python -m trainer_gpu.worker` and one or more `python -m worker_mac.worker`")
+        say.talk(f"stop      `stoa stop {settings.run}`; report: `stoa report {settings.run}`")
+        if detach:
+            return Exit.DONE
+        found = Found(settings, launched.document, control, Collector(launched.document, open_store(settings), control))
+        record = follow(found, stop.max_steps)
+        result = control.result(settings.run)
+        say.talk(f"run {settings.run} ended at step {result.step}, version {result.version}: {result.end_reason}")
+        return Exit.FAILED if record.state == "failed" else Exit.DONE

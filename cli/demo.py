@@ -1,0 +1,288 @@
+"""The demo: servers, trainer and Macs as processes of this machine, one run, watched to its end and then reported.
+
+Nothing of the run happens here: this file starts, watches, starts again what died, and ends everything. The same
+programs, started by hand with another configuration, are a run over the internet.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cli.launch import Launched, launch, open_store
+from cli.live.progress import Progress
+from cli.processes import Child, Household, end_leftovers
+from cli.report.collect import Collector, with_end
+from cli.report.record import RunRecord
+from cli.report.summary import Summary
+from cli.report.write import write_metrics, write_report
+from cli.say import Exit, bytes_text
+from cli.services import Ports, Services, start_services
+from cli.temporal import Control
+from stoa.config.load import bucket_credentials, child_environment, load_run
+from stoa.config.run import Bucket, RunConfig
+from stoa.contracts.errors import MissingExtraError, PortTakenError, ServiceError, ServiceUnavailableError, UsageError
+
+MAX_RESTARTS: Final = 3
+"""Times a dead worker is started again."""
+POLL_SECONDS: Final = 1.0
+METRICS_SECONDS: Final = 10.0
+GRACE_MINUTES: Final = 3.0
+"""Time a run that reached its limit has for its last evaluation before the demo stops it."""
+_ENDED: Final = ("stopped", "failed")
+_ONE_THREAD: Final = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a person asked of the demo."""
+
+    workers: int
+    seed: int
+    out: Path
+    minutes: float
+    config: Path | None = None
+    sets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the demo ended. `complete`: by its steps or target, not by its limit or a person."""
+
+    summary: Summary
+    complete: bool
+
+
+class _Worker:
+    """A worker process and how often it was started."""
+
+    def __init__(self, name: str, command: tuple[str, ...]) -> None:
+        self.name = name
+        self.command = command
+        self.child: Child | None = None
+        self.restarts = 0
+
+
+def run_demo(options: Options) -> Outcome:
+    """Do all of it. Whatever happens, every process that was started is ended before this returns or raises."""
+    claim_folder(options.out)
+    with Household(options.out) as house:
+        services = _start_services(house, options.out)
+        config = resolve(options, services)
+        (options.out / "config.json").write_text(config.model_dump_json(indent=2) + "\n", "utf-8")
+        env = worker_environment(options.out)
+        workers = _workers(options)
+        for worker in workers:
+            _start(house, worker, options.out, env)
+        with Control(config.temporal) as control:
+            launched = launch(config, control, state=options.out / "state")
+            return _Watch(house, workers, options, config, control, launched, env, services.ui_url).follow()
+
+
+def claim_folder(out: Path) -> None:
+    """Take an empty folder for a demo, and end what killed demos beside it left running. Raises UsageError if it is used."""
+    for folder in (out, *(sorted(out.parent.glob("demo-*")) if out.parent.is_dir() else ())):
+        try:
+            end_leftovers(folder)
+        except UsageError:
+            if folder == out:
+                raise
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out}: not an empty folder; a demo overwrites nothing", hint="leave out --out, or name a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def next_folder(base: Path = Path("runs")) -> Path:
+    """`runs/demo-<n>`, with the first n that is not there."""
+    number = 1
+    while (base / f"demo-{number}").exists():
+        number += 1
+    return base / f"demo-{number}"
+
+
+def resolve(options: Options, services: Services) -> RunConfig:
+    """The demo's configuration with this demo's endpoints, seed and limit."""
+    config = load_run(
+        options.config,
+        (
+            f"seed={options.seed}",
+            f"stop.max_minutes={options.minutes}",
+            *options.sets,
+            f'temporal.address="{services.temporal_address}"',
+            f'bucket.endpoint="{services.bucket_endpoint}"',
+        ),
+        environ={},
+    )
+    if config.environment.name == "search" and not any(item.startswith("environment.settings.world_seed") for item in options.sets):
+        settings = {**config.environment.settings, "world_seed": options.seed}
+        config = config.model_copy(update={"environment": config.environment.model_copy(update={"settings": settings})})
+    return config
+
+
+def worker_environment(out: Path) -> dict[str, str]:
+    """What the workers are given: one thread each and the demo's own state folder; endpoints stand in its configuration."""
+    return child_environment(
+        {
+            **_ONE_THREAD,
+            "STOA_STATE": str(out.resolve() / "state"),
+        },
+        without=("STOA_TEMPORAL_ADDRESS", "STOA_BUCKET_ENDPOINT", "STOA_BUCKET_NAME", "STOA_SIGNING_KEY"),
+    )
+
+
+def _start_services(house: Household, out: Path) -> Services:
+    # Between choosing a free port and taking it somebody else may: choose again.
+    for attempt in (1, 2, 3):
+        try:
+            return start_services(house, out / "state", out / "logs", bucket_credentials(Bucket()), Ports())
+        except (PortTakenError, ServiceUnavailableError):
+            house.stop(house.children)
+            if attempt == 3:
+                raise
+    raise AssertionError
+
+
+def _workers(options: Options) -> tuple[_Worker, ...]:
+    config, state = str((options.out / "config.json").resolve()), options.out.resolve() / "state"
+    trainer = _Worker("trainer", (sys.executable, "-m", "trainer_gpu.worker", config, "--state", str(state / "trainer")))
+    macs = [
+        _Worker(
+            f"mac-{number}",
+            (sys.executable, "-m", "worker_mac.worker", config, "--state", str(state / f"mac-{number}"), "--host", f"mac-{number}"),
+        )
+        for number in range(1, options.workers + 1)
+    ]
+    return (trainer, *macs)
+
+
+def _start(house: Household, worker: _Worker, out: Path, env: Mapping[str, str]) -> None:
+    worker.child = house.start(worker.name, worker.command, env=env, log=out / "logs" / f"{worker.name}.log")
+
+
+class _Watch:
+    """Follows the run of a demo to its end."""
+
+    def __init__(
+        self,
+        house: Household,
+        workers: tuple[_Worker, ...],
+        options: Options,
+        config: RunConfig,
+        control: Control,
+        launched: Launched,
+        env: Mapping[str, str],
+        ui_url: str,
+    ) -> None:
+        self._house = house
+        self._workers = workers
+        self._options = options
+        self._config = config
+        self._control = control
+        self._env = env
+        self._ui_url = ui_url
+        self._collector = Collector(launched.document, open_store(config), control)
+        self._layout_bytes = launched.layout.num_bytes
+        self._record: RunRecord | None = None
+        self._end_reason = ""
+
+    def follow(self) -> Outcome:
+        """Watch, restart, and report. A run that is cut short is reported as well, as far as it came."""
+        try:
+            with Progress(self._config.stop.max_steps, self._ui_url) as progress:
+                self._first_screen(progress)
+                self._until_end(progress)
+        except BaseException:
+            self._report_what_there_is()
+            raise
+        record = self._collector.collect(everything=True)
+        macs = tuple(child for child in self._house.children if child.name not in ("temporal", "weed"))
+        self._house.stop(macs)
+        return self._report(record)
+
+    def _first_screen(self, progress: Progress) -> None:
+        out = self._options.out
+        config = self._config
+        progress.say(f"run {config.run}: {config.model} on {config.environment.name}, seed {config.seed}")
+        progress.say(f"parts: Temporal, bucket, trainer, {self._options.workers} Macs, all on this machine")
+        progress.say(f"full weights are {bytes_text(self._layout_bytes)} in int8; each version after the first is a delta")
+        progress.say(f"ends after {config.stop.max_steps} steps, or {self._options.minutes:g} minutes")
+        progress.say(f"Temporal page: {self._ui_url}")
+        progress.say(f"logs: {out / 'logs'}   report: {out / 'report.html'}   Ctrl-C stops everything")
+
+    def _until_end(self, progress: Progress) -> None:
+        deadline = time.monotonic() + (self._options.minutes + GRACE_MINUTES) * 60.0
+        next_metrics = time.monotonic() + METRICS_SECONDS
+        while True:
+            self._restart_the_dead(progress)
+            try:
+                record = self._collector.collect()
+            except ServiceError as problem:
+                self._fail_if_server_died(problem)
+                continue
+            self._record = record
+            progress.show(record)
+            if time.monotonic() >= next_metrics:
+                write_metrics(record, self._options.out / "metrics.jsonl")
+                next_metrics = time.monotonic() + METRICS_SECONDS
+            if record.state in _ENDED and not self._control.is_running(self._config.run):
+                self._end_reason = self._control.result(self._config.run).end_reason
+                return
+            if time.monotonic() > deadline:
+                self._end_reason = f"the demo's limit of {self._options.minutes:g} minutes is long over"
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _restart_the_dead(self, progress: Progress) -> None:
+        if self._record is not None and self._record.state in _ENDED:
+            return
+        for worker in self._workers:
+            child = worker.child
+            if child is None or child.exit_code is None:
+                continue
+            if child.exit_code == Exit.WRONG_USE:
+                raise MissingExtraError(f"{worker.name} cannot start\n{child.last_lines()}", hint=f"its log is {child.log}")
+            # What the dead one started goes with it: a second control process would be no harm, but no use.
+            self._house.stop([child], grace_seconds=2.0)
+            if worker.restarts >= MAX_RESTARTS:
+                raise ServiceUnavailableError(
+                    f"{worker.name} died {MAX_RESTARTS + 1} times, the last time with code {child.exit_code}\n{child.last_lines()}",
+                    hint=f"its log is {child.log}",
+                )
+            worker.restarts += 1
+            progress.say(f"{worker.name} ended with code {child.exit_code}; started again ({worker.restarts} of {MAX_RESTARTS})")
+            _start(self._house, worker, self._options.out, self._env)
+
+    def _fail_if_server_died(self, problem: ServiceError) -> None:
+        for child in self._house.children:
+            if child.name in ("temporal", "weed") and child.exit_code is not None:
+                raise ServiceUnavailableError(
+                    f"{child.name} ended with code {child.exit_code}\n{child.last_lines()}", hint=f"its log is {child.log}"
+                ) from problem
+        time.sleep(POLL_SECONDS)
+
+    def _report(self, record: RunRecord) -> Outcome:
+        restarts = {worker.name: worker.restarts for worker in self._workers if worker.restarts}
+        whole = with_end(record, restarts=restarts, ended_at=time.time(), end_reason=self._end_reason)
+        summary = write_report(whole, self._options.out)
+        stop = self._config.stop
+        reached = (
+            (stop.max_steps and record.step >= stop.max_steps)
+            or (stop.max_versions and record.version >= stop.max_versions)
+            or (stop.target_pass_at_1 and any(e.pass_at_1 >= stop.target_pass_at_1 for e in record.evaluations))
+        )
+        return Outcome(summary, complete=bool(reached))
+
+    def _report_what_there_is(self) -> None:
+        if self._record is not None and self._record.steps:
+            self._end_reason = self._end_reason or "cut short"
+            self._report(self._record)

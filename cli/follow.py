@@ -1,0 +1,65 @@
+"""What the commands about a running run share: find it by name or configuration, and follow it to its end."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from cli import say
+from cli.launch import open_store
+from cli.live.progress import Progress
+from cli.report.collect import Collector
+from cli.report.record import RunRecord
+from cli.temporal import Control
+from stoa.bucket.run_document import RunDocument, read_run
+from stoa.config.load import load_run
+from stoa.config.run import RunConfig
+
+POLL_SECONDS: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A run that is in the bucket, and the means to ask about it."""
+
+    config: RunConfig
+    document: RunDocument
+    control: Control
+    collector: Collector
+
+
+@contextmanager
+def find_run(run: str, config: Path | None, *, temporal: bool = True) -> Iterator[Found]:
+    """Open a run by name; servers are those of `config` (default: the demo's) and of the environment.
+
+    Raises RunMissingError if the bucket has no such run.
+    """
+    settings = load_run(config, (f"run={run}",))
+    store = open_store(settings)
+    document = read_run(store, run)
+    with Control(settings.temporal) as control:
+        yield Found(settings, document, control, Collector(document, store, control if temporal else None))
+
+
+def follow(found: Found, max_steps: int, ui_url: str = "") -> RunRecord:
+    """Show a run until it has ended; returns its record. Ctrl-C ends the following, not the run."""
+    run = found.document.run
+    with Progress(max_steps, ui_url) as progress:
+        while True:
+            record = found.collector.collect()
+            progress.show(record)
+            if record.state in ("stopped", "failed") and not found.control.is_running(run):
+                return record
+            time.sleep(POLL_SECONDS)
+
+
+def ask(run: str, update: str, reason: str, config: Path | None, *, as_json: bool, said: str) -> None:
+    """Send an update to a run and tell what it does now."""
+    with find_run(run, config) as found:
+        found.control.ask(run, update, reason or "asked on the command line")
+        if as_json:
+            say.data(json.dumps(asdict(found.control.status(run)), indent=2))
+    say.talk(f"run {run} {said}")

@@ -1,0 +1,152 @@
+"""Starts a run: checks it, sets the servers up, claims its name in the bucket, starts its workflow; or goes on with one.
+
+The order matters: nothing is written before the configuration, the model and the environment are known to fit, and
+the workflow starts only after run.json is there.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from activities.connection import setup_namespace
+from cli.temporal import Control
+from environments import registry
+from stoa.bucket import keys
+from stoa.bucket.manifest import Signer
+from stoa.bucket.run_document import RunDocument, claim_run, new_run, read_run, upload_model_files
+from stoa.bucket.store import Store
+from stoa.config.load import bucket_credentials, resolve_model_folder, signing_seed
+from stoa.config.run import RunConfig
+from stoa.contracts.errors import CheckpointError, RunExistsError, RunMismatchError, SignatureError
+from stoa.contracts.messages import EvaluationPlan, RunInput, StopConditions
+from stoa.weights.layout import Layout, layout_of
+
+_FREE_TO_CHANGE: Final = ("stop.", "temporal.", "bucket.endpoint")
+"""Settings that may differ when a run goes on: when it ends, and where its servers are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A run whose workflow was started."""
+
+    document: RunDocument
+    layout: Layout
+    resumed: bool
+
+
+def open_store(config: RunConfig) -> Store:
+    """The bucket of a configuration, with the credentials of the environment."""
+    return Store(config.bucket, bucket_credentials(config.bucket), patience_seconds=5.0)
+
+
+def set_up(config: RunConfig) -> Store:
+    """Make the namespaces, their search attributes and the bucket where they are missing; safe to repeat."""
+    store = open_store(config)
+    store.ensure_bucket()
+    for namespace in dict.fromkeys((config.temporal.namespace_core, config.temporal.namespace_mac)):
+        asyncio.run(setup_namespace(config.temporal.address, namespace))
+    return store
+
+
+def launch(config: RunConfig, control: Control, *, resume: bool = False, state: Path | None = None) -> Launched:
+    """Start the run of `config`, or with `resume` go on with the stopped one of that name.
+
+    The key that signs the run is this host's, or with `state` the one in that folder.
+
+    Raises ConfigError, CheckpointError or LayoutError for a run that cannot be; RunExistsError for a used name,
+    RunMissingError and RunMismatchError when there is nothing to go on with or it differs.
+    """
+    layout = check(config)
+    store = set_up(config)
+    signer = Signer.from_seed(signing_seed(create=not resume, base=state))
+    document = _go_on(config, store, control, signer) if resume else _claim(config, store, layout, signer)
+    if document.layout_id != layout.layout_id:
+        raise CheckpointError(f"{config.model}: not the architecture run {config.run} was started with")
+    control.start_run(run_input(config))
+    return Launched(document, layout, resume)
+
+
+def check(config: RunConfig) -> Layout:
+    """Fit the model folder, its layout and the environment together, without a server. Returns the layout."""
+    folder = resolve_model_folder(config)
+    try:
+        model_config: object = json.loads((folder / "config.json").read_text("utf-8"))
+        tokenizer = (folder / "tokenizer.json").read_bytes()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: not a checkpoint folder ({error})", hint="it needs config.json and tokenizer.json") from None
+    if not isinstance(model_config, dict):
+        raise CheckpointError(f"{folder}/config.json: not a table")
+    layout = layout_of({str(name): value for name, value in model_config.items()}, config.learning.dtype)
+    registry.create(config.environment.name, config.environment.settings, tokenizer)
+    return layout
+
+
+def run_input(config: RunConfig) -> RunInput:
+    """What RunWorkflow is told of a configuration."""
+    stop, evaluation = config.stop, config.evaluation
+    return RunInput(
+        run=config.run,
+        stop=StopConditions(stop.max_steps, stop.max_versions, stop.max_minutes * 60.0, stop.target_pass_at_1),
+        evaluation=EvaluationPlan(
+            every_versions=evaluation.every_versions,
+            num_questions=evaluation.num_questions,
+            num_questions_final=evaluation.num_questions_final,
+            questions_a_part=evaluation.questions_a_part,
+            part_timeout_seconds=config.timeouts.sweep_seconds,
+            timeout_seconds=2 * config.timeouts.sweep_seconds,
+            sample_seed=config.seed,
+        ),
+        steps_per_version=config.learning.steps_per_version,
+        anchor_every_versions=config.publish.anchor_every_versions,
+        checkpoint_every_versions=config.publish.checkpoint_every_versions,
+        step_timeout_seconds=config.timeouts.step_seconds,
+        heartbeat_seconds=config.timeouts.heartbeat_seconds,
+        mac_namespace=config.temporal.namespace_mac,
+        max_staleness=config.learning.max_staleness_hard,
+    )
+
+
+def differences(before: RunConfig, now: RunConfig) -> tuple[str, ...]:
+    """`key: before -> now` of every setting that differs and may not."""
+    old, new = _flat(before.model_dump()), _flat(now.model_dump())
+    return tuple(
+        f"{key}: {old.get(key, 'not set')!r} -> {new.get(key, 'not set')!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(_FREE_TO_CHANGE)
+    )
+
+
+def _claim(config: RunConfig, store: Store, layout: Layout, signer: Signer) -> RunDocument:
+    if store.exists(keys.run_json(config.run)):
+        raise RunExistsError(
+            f"{store.name} has a run {config.run!r} already",
+            hint="go on with it: add `--resume`; or start another: `--set run=NAME`",
+        )
+    files = upload_model_files(store, config.run, resolve_model_folder(config))
+    return claim_run(store, new_run(config, signer, layout_id=layout.layout_id, model_files=files), signer)
+
+
+def _go_on(config: RunConfig, store: Store, control: Control, signer: Signer) -> RunDocument:
+    document = read_run(store, config.run)
+    if found := differences(document.config, config):
+        raise RunMismatchError(
+            "\n  ".join([f"run {config.run} was started with other settings", *found]),
+            hint="only [stop] may change: undo the rest, or start another run with `--set run=NAME`",
+        )
+    if document.public_key != signer.public_key:
+        raise SignatureError(f"run {config.run} was signed with another key than this host's", hint="set STOA_SIGNING_KEY to the run's key")
+    if control.is_running(config.run):
+        raise RunExistsError(f"run {config.run} has not stopped", hint=f"see `stoa status {config.run}`; `stoa resume` undoes a pause")
+    return document
+
+
+def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flat({str(key): inner for key, inner in value.items()}, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

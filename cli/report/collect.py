@@ -1,0 +1,241 @@
+"""Reads a run: the lineage and chain of HEAD from the bucket, each object once; the fleet and the state from Temporal.
+
+The only maker of a `RunRecord`. It never writes. What is not there yet (before the first version) is left empty.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cli.report.record import HostShare, RunFacts, RunRecord, StepRow, VersionRow
+from cli.report.summary import STEADY_FROM_VERSION
+from cli.temporal import Control
+from stoa.bucket.evals import read_summary
+from stoa.bucket.head import Head, read_head
+from stoa.bucket.keys import evals_prefix, root
+from stoa.bucket.manifest import Manifest, read_manifest
+from stoa.bucket.run_document import RunDocument
+from stoa.bucket.steps import StepManifest, lineage
+from stoa.bucket.store import Store
+from stoa.contracts.errors import ObjectMissingError, RunMissingError, ServiceError
+from stoa.contracts.messages import EvaluationResult, RunStatus, SessionStatus
+
+_ENDED: Final = ("stopped", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A manifest of the chain and the key and sha256 it was read by."""
+
+    key: str
+    sha256: str
+    manifest: Manifest
+
+
+class Collector:
+    """Follows one run. Each `collect` reads what is new since the last."""
+
+    def __init__(self, document: RunDocument, store: Store, control: Control | None) -> None:
+        self._document = document
+        self._store = store
+        self._control = control
+        self._steps: list[tuple[str, StepManifest]] = []
+        self._chain: list[_Link] = []
+        self._evaluations: dict[str, EvaluationResult] = {}
+        self._sessions: dict[str, SessionStatus] = {}
+        self._early: tuple[SessionStatus, ...] = ()
+        self._heads: dict[tuple[int, str], None] = {}
+        self._head: Head | None = None
+        self._seen_versions = -1
+        self._status: RunStatus | None = None
+
+    def collect(self, *, everything: bool = False) -> RunRecord:
+        """The run up to now; `everything` also counts the objects of the bucket, which lists all of them."""
+        self._read_bucket(everything)
+        self._ask_temporal()
+        return self._record(self._count_objects() if everything else ({}, {}))
+
+    def _read_bucket(self, everything: bool) -> None:
+        run = self._document.run
+        try:
+            head, _ = read_head(self._store, run, self._document.public_key)
+        except ObjectMissingError:
+            return
+        self._head = head
+        if head.version >= 0:
+            self._heads[head.version, head.manifest_sha256] = None
+        self._follow_steps(head)
+        self._follow_chain(head)
+        # A summary is written some seconds after its version: look while versions come, and at the end.
+        if everything or head.version != self._seen_versions or head.state != "running" or self._status_tells_more():
+            self._seen_versions = head.version
+            self._read_evaluations()
+
+    def _status_tells_more(self) -> bool:
+        status = self._status
+        return status is not None and (status.num_evaluations_open > 0 or (status.last_pass_at_1 >= 0 and not self._evaluations))
+
+    def _follow_steps(self, head: Head) -> None:
+        known = {key: index for index, (key, _) in enumerate(self._steps)}
+        fresh: list[tuple[str, StepManifest]] = []
+        key = head.step_manifest_key
+        if key in known:
+            del self._steps[known[key] + 1 :]
+            return
+        for manifest in lineage(self._store, head):
+            fresh.append((key, manifest))
+            key = manifest.parent_key
+            if key in known:
+                break
+        keep = known[key] + 1 if key in known else 0
+        self._steps[keep:] = reversed(fresh)
+
+    def _follow_chain(self, head: Head) -> None:
+        fresh: list[_Link] = []
+        key, sha256 = head.manifest_key, head.manifest_sha256
+        known = {link.key: index for index, link in enumerate(self._chain)}
+        while key and key not in known:
+            manifest = read_manifest(self._store, head.run, key, sha256, self._document.public_key)
+            fresh.append(_Link(key, sha256, manifest))
+            parent = manifest.parent
+            key, sha256 = (parent.manifest_key, parent.manifest_sha256) if parent else ("", "")
+        keep = known[key] + 1 if key in known else 0
+        self._chain[keep:] = reversed(fresh)
+
+    def _read_evaluations(self) -> None:
+        for listed in self._store.list(evals_prefix(self._document.run)):
+            if listed.key.endswith("/summary.json") and listed.key not in self._evaluations:
+                self._evaluations[listed.key] = read_summary(self._store, listed.key).result
+
+    def _ask_temporal(self) -> None:
+        if self._control is None:
+            return
+        run = self._document.run
+        try:
+            self._status = self._control.status(run)
+            hosts = tuple(member.host for member in self._control.fleet(run))
+            # A Mac that left is kept: its session's last answer stands.
+            for session in self._control.sessions(run, tuple(dict.fromkeys((*self._sessions, *hosts)))):
+                self._sessions[session.host] = session
+            if not self._early and self._head is not None and self._head.version >= STEADY_FROM_VERSION:
+                self._early = tuple(self._sessions.values())
+        except (ServiceError, RunMissingError):
+            # The view must live on while Temporal or the control process starts again; the last answers stand.
+            return
+
+    def _count_objects(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        sizes: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
+        prefix = root(self._document.run)
+        for listed in self._store.list(prefix):
+            kind = listed.key[len(prefix) :].partition("/")[0]
+            sizes[kind] += listed.num_bytes
+            counts[kind] += 1
+        return dict(sizes), dict(counts)
+
+    def _record(self, objects: tuple[Mapping[str, int], Mapping[str, int]]) -> RunRecord:
+        facts = facts_of(self._document)
+        status, head = self._status, self._head
+        state = status.state if status is not None else (head.state if head is not None else "created")
+        steps = tuple(_step_row(key, manifest) for key, manifest in self._steps)
+        started_at = status.started_at if status is not None and status.started_at else facts.created_at
+        done_at = {row.step: row.started_at + row.wait_seconds + row.train_seconds for row in steps}
+        versions = tuple(_version_row(link, done_at) for link in self._chain)
+        ended_at = time.time()
+        if state in _ENDED or self._control is None:
+            ended_at = max([started_at, *done_at.values(), *(row.published_at for row in versions)])
+        return RunRecord(
+            facts=facts,
+            state=state,
+            waiting_for=status.waiting_for if status is not None else "",
+            end_reason=status.end_reason if status is not None else "",
+            started_at=started_at,
+            ended_at=ended_at,
+            version=head.version if head is not None else -1,
+            live_step=status.step if status is not None else 0,
+            step=head.step if head is not None else 0,
+            steps=steps,
+            versions=versions,
+            evaluations=tuple(sorted(self._evaluations.values(), key=lambda e: (e.version, e.key))),
+            sessions=tuple(sorted(self._sessions.values(), key=lambda s: s.host)),
+            sessions_early=self._early,
+            bucket_bytes=objects[0],
+            bucket_objects=objects[1],
+            heads_seen=tuple(self._heads),
+        )
+
+
+def facts_of(document: RunDocument) -> RunFacts:
+    """What was settled before the first step."""
+    config = document.config
+    return RunFacts(
+        run=document.run,
+        model=config.model,
+        environment=config.environment.name,
+        seed=config.seed,
+        created_at=document.created_at,
+        settings=config.model_dump_json(indent=2),
+        groups_per_version=config.groups_per_version,
+    )
+
+
+def with_end(record: RunRecord, *, restarts: Mapping[str, int], ended_at: float, end_reason: str = "") -> RunRecord:
+    """The record of a run this process has watched: how often workers were started again, and when it really ended."""
+    return replace(record, restarts=dict(restarts), ended_at=ended_at, end_reason=end_reason or record.end_reason)
+
+
+def _step_row(key: str, manifest: StepManifest) -> StepRow:
+    return StepRow(
+        step=manifest.step,
+        version=manifest.version,
+        epoch=manifest.epoch,
+        key=key,
+        parent_key=manifest.parent_key,
+        started_at=manifest.started_at,
+        wait_seconds=manifest.wait_seconds,
+        train_seconds=manifest.train_seconds,
+        consumed=manifest.consumed,
+        dropped={drop.key: drop.reason for drop in manifest.dropped},
+        refused=tuple((refused.key, refused.host, refused.reason) for refused in manifest.refused),
+        hosts={
+            host: HostShare(
+                accepted=counts.accepted,
+                refused=dict(counts.refused),
+                quarantined=counts.quarantined,
+                sampled_tokens=counts.num_sampled_tokens,
+                decode_seconds=counts.decode_seconds,
+                pull_latency_seconds=counts.pull_latency_seconds,
+                idle_seconds=counts.idle_seconds,
+            )
+            for host, counts in manifest.hosts.items()
+        },
+        metrics=manifest.metrics,
+        facts=manifest.facts,
+    )
+
+
+def _version_row(link: _Link, done_at: Mapping[int, float]) -> VersionRow:
+    manifest = link.manifest
+    parent = manifest.parent
+    done = done_at.get(manifest.step, 0.0)
+    # A version that a new lease published again at an old step has no last optimizer step of its own.
+    repeated = parent is None or not done or manifest.created_at - done < 0
+    return VersionRow(
+        version=manifest.version,
+        step=manifest.step,
+        epoch=manifest.epoch,
+        key=link.key,
+        sha256=link.sha256,
+        parent_version=parent.version if parent is not None else -1,
+        parent_sha256=parent.manifest_sha256 if parent is not None else "",
+        state_id=manifest.state_id,
+        parent_state_id=parent.state_id if parent is not None else "",
+        published_at=manifest.created_at,
+        delta_bytes=manifest.delta.num_bytes if manifest.delta is not None else 0,
+        anchor_bytes=manifest.anchor.num_bytes,
+        anchor_version=manifest.anchor.version,
+        changed_fraction=manifest.stats.changed_fraction,
+        latency_seconds=0.0 if repeated else manifest.created_at - done,
+    )

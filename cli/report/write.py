@@ -1,0 +1,85 @@
+"""Writes a run's report into a folder: report.json, metrics.jsonl, report.html and one PNG a figure.
+
+The page needs no network and no script. Numbers are `summary.py`'s, figures are `plots.py`'s.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from cli.report.plots import Plot, draw_all
+from cli.report.record import RunRecord
+from cli.report.summary import Summary, summarise
+from cli.say import bytes_text, time_text
+
+TEMPLATE: Final = "report.html.jinja"
+
+
+def write_report(record: RunRecord, folder: Path) -> Summary:
+    """Write everything; returns the numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = summarise(record)
+    _write(folder / "report.json", json.dumps(summary.as_json(), indent=2, allow_nan=False) + "\n")
+    write_metrics(record, folder / "metrics.jsonl")
+    plots = draw_all(record, folder / "plots")
+    _write(folder / "report.html", page(record, summary, plots))
+    return summary
+
+
+def write_metrics(record: RunRecord, path: Path) -> None:
+    """One line a step, version and evaluation, in order of time."""
+    _write(path, "".join(json.dumps(row) + "\n" for row in metric_rows(record)))
+
+
+def metric_rows(record: RunRecord) -> Iterator[Mapping[str, object]]:
+    """Rows {time, kind, step or version, metrics}; an evaluation stands where its version was published."""
+    published = {row.version: row.published_at for row in record.versions}
+    rows: list[tuple[float, Mapping[str, object]]] = []
+    for step in record.steps:
+        done = step.started_at + step.wait_seconds + step.train_seconds
+        metrics = {**step.metrics, "wait_seconds": step.wait_seconds, "train_seconds": step.train_seconds}
+        rows.append((done, {"time": done, "kind": "step", "step": step.step, "version": step.version, "metrics": metrics}))
+    for row in record.versions:
+        metrics = {
+            "delta_bytes": row.delta_bytes,
+            "anchor_bytes": row.anchor_bytes if row.anchor_version == row.version else 0,
+            "changed_fraction": row.changed_fraction,
+            "publish_latency_seconds": row.latency_seconds,
+        }
+        line = {"time": row.published_at, "kind": "version", "version": row.version, "step": row.step, "metrics": metrics}
+        rows.append((row.published_at, line))
+    for result in record.evaluations:
+        at = published.get(result.version, record.started_at)
+        metrics = {name: value for name, value in asdict(result).items() if isinstance(value, int | float) and name != "version"}
+        rows.append((at, {"time": at, "kind": "evaluation", "version": result.version, "metrics": metrics}))
+    yield from (line for _, line in sorted(rows, key=lambda pair: pair[0]))
+
+
+def page(record: RunRecord, summary: Summary, plots: tuple[Plot, ...]) -> str:
+    """The HTML page."""
+    engine = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    engine.filters.update(
+        percent=lambda share: f"{share:.1%}",
+        fine_percent=lambda share: f"{share:.2%}",
+        small=lambda value: f"{value:.4f}",
+        size=bytes_text,
+        duration=time_text,
+        seconds=lambda value: f"{value:.2f} s" if value else "-",
+        dollars=_dollars,
+    )
+    template = engine.get_template(TEMPLATE)
+    return template.render(s=summary, plots=plots, evaluations=record.evaluations, settings=record.facts.settings)
+
+
+def _dollars(value: float) -> str:
+    return f"${value:.2f}" if value >= 0.01 or not value else "under 1 cent"
+
+
+def _write(path: Path, text: str) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, "utf-8")
+    new.replace(path)
