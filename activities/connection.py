@@ -97,9 +97,7 @@ async def connect(address: str, namespace: str, *, runtime: Runtime | None = Non
     except RuntimeError as error:  # what the SDK raises when it cannot connect, with the gRPC code in the text
         text = str(error)
         if "Unauthenticated" in text or "PermissionDenied" in text:
-            raise AccessDeniedError(
-                f"Temporal at {address} refused our credentials", hint="check the key for the namespace"
-            ) from error
+            raise AccessDeniedError(f"Temporal at {address} refused our credentials", hint="check the key for the namespace") from error
         raise _unavailable(address) from error
 
 

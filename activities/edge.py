@@ -21,7 +21,8 @@ from stoa.contracts.ports import Progress
 Request = TypeVar("Request")
 Result = TypeVar("Result")
 
-BEAT_SECONDS: Final = 2.0
+BEAT_SECONDS: Final = 1.0
+"""How often a beat is offered; workers send at most one in 2 s (`connection.HEARTBEAT_THROTTLE`)."""
 STALL_SECONDS: Final = 120.0
 """Without a report for this long the heartbeat stops: a hung native call must not look alive."""
 MAX_DETAIL_BYTES: Final = 200
@@ -84,9 +85,7 @@ class EngineThread:
         counts, except when the activity was paused or reset, which must run again. Raises ApplicationError for
         every error of ours, CancelledError when a cancelled engine gave up.
         """
-        return await run_engine(
-            self._executor, work, request, beat_seconds=self._beat_seconds, stall_seconds=self._stall_seconds
-        )
+        return await run_engine(self._executor, work, request, beat_seconds=self._beat_seconds, stall_seconds=self._stall_seconds)
 
     def close(self) -> None:
         """Let the thread end without waiting for it."""

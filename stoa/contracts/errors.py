@@ -96,6 +96,10 @@ class SignatureError(BucketError):
     """A signed document is unsigned, or signed by another key."""
 
 
+class ReplayedError(BucketError):
+    """The bucket answers with an older HEAD than one this machine has seen: somebody put it back."""
+
+
 class FormatError(BucketError):
     """Bytes are not what their kind says: torn, of another version, or nonsense."""
 

@@ -1,0 +1,115 @@
+"""Who plays which part of an evaluation: pure functions over what was handed out and answered.
+
+A part is counted once, however many Macs answer it; one whose Mac failed or fell silent is handed out again.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from stoa.contracts.messages import EvalPartDone
+
+FAULT_COOL_SECONDS: Final = 5.0
+"""Times the number of its faults: how long a Mac that failed is passed over."""
+MAX_COOL_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A part that a Mac plays now."""
+
+    part: int
+    host: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Parts a Mac did not finish."""
+
+    host: str
+    num_faults: int
+    last_at: float
+    last_part: int
+
+
+@dataclass(frozen=True)
+class Deal:
+    """The state of an evaluation's parts."""
+
+    num_parts: int
+    handed: tuple[Handed, ...] = ()
+    done: tuple[EvalPartDone, ...] = ()
+    faults: tuple[Faults, ...] = ()
+
+    @property
+    def is_done(self) -> bool:
+        """True once every part has been answered."""
+        return len(self.done) == self.num_parts
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the answers that count, in the order of parts."""
+        return tuple(key for answer in sorted(self.done, key=lambda one: one.part) for key in answer.keys)
+
+    def open_parts(self) -> tuple[int, ...]:
+        """Parts that nobody plays and nobody has answered."""
+        taken = {answer.part for answer in self.done} | {one.part for one in self.handed}
+        return tuple(part for part in range(self.num_parts) if part not in taken)
+
+
+def next_handings(deal: Deal, hosts: tuple[str, ...], now: float) -> tuple[Handed, ...]:
+    """Open parts for idle hosts: one each, the most reliable hosts first.
+
+    A host is not given the part it failed last while another live host could take it.
+    """
+    faults = {one.host: one for one in deal.faults}
+    busy = {one.host for one in deal.handed}
+    idle = [host for host in sorted(set(hosts)) if host not in busy and _has_cooled(faults.get(host), now)]
+    idle.sort(key=lambda host: faults[host].num_faults if host in faults else 0)
+    others = len(set(hosts)) > 1
+    handings: list[Handed] = []
+    left = list(deal.open_parts())
+    for host in idle:
+        avoided = faults[host].last_part if host in faults and others else -1
+        part = next((one for one in left if one != avoided), None)
+        if part is not None:
+            left.remove(part)
+            handings.append(Handed(part, host, now))
+    return tuple(handings)
+
+
+def _has_cooled(faults: Faults | None, now: float) -> bool:
+    return faults is None or now - faults.last_at >= min(FAULT_COOL_SECONDS * faults.num_faults, MAX_COOL_SECONDS)
+
+
+def hand(deal: Deal, handings: tuple[Handed, ...]) -> Deal:
+    """The deal with `handings` being played."""
+    return replace(deal, handed=(*deal.handed, *handings))
+
+
+def on_answer(deal: Deal, answer: EvalPartDone, now: float) -> Deal:
+    """A session's answer: the first good one of a part counts, a bad one frees the part."""
+    if answer.part not in range(deal.num_parts) or any(one.part == answer.part for one in deal.done):
+        return deal
+    if answer.ok:
+        return replace(deal, done=(*deal.done, answer), handed=tuple(one for one in deal.handed if one.part != answer.part))
+    failed = next((one for one in deal.handed if (one.part, one.host) == (answer.part, answer.host)), None)
+    return deal if failed is None else _fault(deal, failed, now)
+
+
+def expire(deal: Deal, timeout_seconds: float, now: float) -> Deal:
+    """Free the parts of Macs that were silent too long."""
+    for one in deal.handed:
+        if now - one.at >= timeout_seconds:
+            deal = _fault(deal, one, now)
+    return deal
+
+
+def _fault(deal: Deal, failed: Handed, now: float) -> Deal:
+    known = next((one for one in deal.faults if one.host == failed.host), Faults(failed.host, 0, 0.0, -1))
+    others = tuple(one for one in deal.faults if one.host != failed.host)
+    return replace(
+        deal,
+        handed=tuple(one for one in deal.handed if one != failed),
+        faults=(*others, Faults(failed.host, known.num_faults + 1, now, failed.part)),
+    )

@@ -1,0 +1,321 @@
+"""RunWorkflow: the owner of one run. It only awaits: what to do is `plan`'s, what an event means is `apply`'s.
+
+It keeps two lanes busy (the trainer, and small control activities), takes signals and updates, and continues as new
+between steps. It never schedules sweeps; Macs have sessions of their own.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError, ApplicationError, is_cancelled_exception
+from temporalio.workflow import ActivityHandle
+
+with workflow.unsafe.imports_passed_through():
+    from stoa.contracts import names
+    from stoa.contracts.messages import (
+        Acquired,
+        AcquireRequest,
+        Ask,
+        Checkpointed,
+        CheckpointRequest,
+        EvaluationInput,
+        EvaluationResult,
+        EvaluationStart,
+        FleetEvent,
+        FleetPage,
+        FleetQuery,
+        HeadStateRequest,
+        HeadStateResult,
+        ListMacsRequest,
+        MacList,
+        Published,
+        PublishRequest,
+        Released,
+        ReleaseRequest,
+        RunInput,
+        RunResult,
+        RunStatus,
+        StepRequest,
+        StepResult,
+    )
+    from workflows import limits, plan
+    from workflows.apply import (
+        Asked,
+        DeskFailed,
+        EvaluationLost,
+        EvaluationOpened,
+        Event,
+        Interrupted,
+        TrainerFailed,
+        VersionPublished,
+        apply,
+    )
+    from workflows.calls import call, failure_kind, failure_text, is_hopeless
+    from workflows.search import upsert
+    from workflows.state import Evaluation, dump, first_run_progress
+
+MAX_PAGE = 50
+Result = TypeVar("Result")
+
+
+@workflow.defn(name=names.RUN_WORKFLOW)
+class RunWorkflow:
+    """One run from its first lease to its last evaluation."""
+
+    @workflow.init
+    def __init__(self, given: RunInput) -> None:
+        self._rules = given
+        self._state = first_run_progress(given, workflow.time())
+        self._command: plan.TrainerCommand | None = None
+        self._since = workflow.time()
+        self._call: ActivityHandle[object] | None = None
+        self._desk: plan.DeskCommand | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dirty = False
+        self._timer: asyncio.Task[None] | None = None
+        self._timer_at = 0.0
+        self._shown: dict[str, str | int | float] = {}
+
+    @workflow.run
+    async def run(self, given: RunInput) -> RunResult:
+        """Drive both lanes until the run has ended."""
+        while True:
+            self._drop_expired()
+            self._show()
+            idle = self._command is None and self._desk is None
+            if idle and plan.is_finished(self._state, self._rules, workflow.time()):
+                break
+            if idle and self._history_is_long():
+                await workflow.wait_condition(workflow.all_handlers_finished)
+                workflow.continue_as_new(replace(self._rules, carried=dump(self._state)))
+            if not self._history_is_long():
+                self._start_lanes()
+            self._interrupt()
+            await self._wait()
+        return self._result()
+
+    def _result(self) -> RunResult:
+        state = self._state
+        if state.failure_type:
+            raise ApplicationError(state.reason, type=state.failure_type, non_retryable=True)
+        reason = plan.end_reason(state, self._rules, workflow.time())
+        return RunResult(self._rules.run, reason, state.step, max(state.version, 0), state.results)
+
+    def _start_lanes(self) -> None:
+        now = workflow.time()
+        if self._command is None:
+            command = plan.next_for_trainer(self._state, self._rules, now)
+            if command is not None:
+                self._command, self._since = command, now
+                self._spawn(self._drive_trainer(command))
+        if self._desk is None:
+            idle = self._command is None
+            self._desk = plan.next_for_desk(self._state, self._rules, now, trainer_idle=idle)
+            if self._desk is not None:
+                self._spawn(self._drive_desk(self._desk))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _drive_trainer(self, command: plan.TrainerCommand) -> None:
+        try:
+            event = await self._do(command)
+        except ActivityError as error:
+            if is_cancelled_exception(error):
+                event = Interrupted()
+            else:
+                event = TrainerFailed(type(command).__name__, failure_kind(error), failure_text(error), is_hopeless(error))
+                workflow.logger.warning("trainer_failed", extra={"command": event.command, "kind": event.kind})
+        self._command, self._call, self._since = None, None, workflow.time()
+        self._take(event)
+
+    async def _do(self, command: plan.TrainerCommand) -> Event:
+        rules, state = self._rules, self._state
+        silence = rules.heartbeat_seconds
+        match command:
+            case plan.Acquire():
+                request = AcquireRequest(rules.run, command.lease_number)
+                queue = names.gpu_queue(rules.run)
+                return await self._trainer(names.ACQUIRE_TRAINER, request, Acquired, limits.acquire(silence), queue)
+            case plan.Train():
+                request = StepRequest(rules.run, state.token, command.step)
+                bounds = limits.train_step(silence, rules.step_timeout_seconds)
+                return await self._trainer(names.TRAIN_STEP, request, StepResult, bounds, state.queue)
+            case plan.PublishVersion():
+                request = PublishRequest(rules.run, state.token, command.step, command.anchor, command.checkpoint)
+                bounds = limits.publish(silence, anchor=command.anchor)
+                published = await self._trainer(names.PUBLISH, request, Published, bounds, state.queue)
+                return VersionPublished(published, command.checkpoint)
+            case plan.SaveCheckpoint():
+                request = CheckpointRequest(rules.run, state.token, command.step)
+                bounds = limits.publish(silence, anchor=True)
+                return await self._trainer(names.CHECKPOINT, request, Checkpointed, bounds, state.queue)
+
+    async def _trainer(self, name: str, request: object, kind: type[Result], bounds: limits.Limits, queue: str) -> Result:
+        handle = call(name, request, kind, bounds, queue=queue, wait_when_cancelled=True)
+        self._call = handle
+        return await handle
+
+    async def _drive_desk(self, command: plan.DeskCommand) -> None:
+        try:
+            event = await self._ask(command)
+        except ActivityError as error:
+            text = f"{failure_kind(error)}: {failure_text(error)}"
+            workflow.logger.warning("control_failed", extra={"command": type(command).__name__, "error": text})
+            if isinstance(command, plan.OpenEvaluation):
+                self._take(EvaluationLost(command.evaluation, text))
+            event = DeskFailed(type(command).__name__, text)
+        self._desk = None
+        self._take(event)
+
+    async def _ask(self, command: plan.DeskCommand) -> Event:
+        run = self._rules.run
+        match command:
+            case plan.SetHead():
+                request = HeadStateRequest(run, command.state, command.nonce)
+                return await call(names.SET_HEAD_STATE, request, HeadStateResult, limits.CONTROL)
+            case plan.FindMacs():
+                return await call(names.LIST_MACS, ListMacsRequest(run, command.after_host), MacList, limits.CONTROL)
+            case plan.OpenEvaluation():
+                request = EvaluationStart(self._evaluation_input(command.evaluation))
+                await call(names.START_EVALUATION, request, object, limits.CONTROL)
+                return EvaluationOpened(command.evaluation)
+            case plan.Release():
+                reason = plan.end_reason(self._state, self._rules, workflow.time())
+                return await call(names.RELEASE_MACS, ReleaseRequest(run, reason), Released, limits.CONTROL)
+
+    def _evaluation_input(self, evaluation: Evaluation) -> EvaluationInput:
+        rules = self._rules.evaluation
+        return EvaluationInput(
+            run=self._rules.run,
+            evaluation=evaluation.name,
+            version=evaluation.version,
+            num_questions=evaluation.num_questions,
+            questions_a_part=rules.questions_a_part,
+            part_timeout_seconds=rules.part_timeout_seconds,
+            sample_seed=rules.sample_seed,
+            timeout_seconds=rules.timeout_seconds,
+        )
+
+    def _take(self, event: Event) -> None:
+        self._state = apply(event, self._state, self._rules, workflow.time())
+        self._dirty = True
+
+    def _drop_expired(self) -> None:
+        for evaluation in plan.expired(self._state, self._rules, workflow.time()):
+            self._take(EvaluationLost(evaluation, "it brought no result in time"))
+
+    def _interrupt(self) -> None:
+        ends = self._command is not None and plan.interrupts(self._command, self._state, self._rules, workflow.time())
+        if ends and self._call is not None:
+            self._call.cancel()
+            self._call = None
+
+    def _history_is_long(self) -> bool:
+        info = workflow.info()
+        return info.is_continue_as_new_suggested() or info.get_current_history_length() >= self._rules.continue_after_events
+
+    async def _wait(self) -> None:
+        self._set_timer()
+        try:
+            await workflow.wait_condition(lambda: self._dirty)
+        except asyncio.CancelledError:  # somebody cancelled the workflow: end in good order, as if asked to stop
+            self._take(Asked("stop", "cancelled in Temporal"))
+        self._dirty = False
+
+    def _set_timer(self) -> None:
+        """Keep one timer at the next deadline; a new one for each wait would fill the history."""
+        deadline = plan.next_deadline(self._state, self._rules, workflow.time())
+        if deadline is None or (self._timer is not None and self._timer_at <= deadline):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = deadline
+        self._timer = asyncio.create_task(self._ring(deadline))
+
+    async def _ring(self, deadline: float) -> None:
+        await asyncio.sleep(max(deadline - workflow.time(), 0.001))
+        self._timer = None
+        self._dirty = True
+
+    def _show(self) -> None:
+        upsert(plan.attributes(self._state, self._rules, workflow.time()), self._shown)
+
+    @workflow.signal(name=names.FLEET_EVENT)
+    def fleet_event(self, event: FleetEvent) -> None:
+        """A Mac joined or left."""
+        self._take(event)
+
+    @workflow.signal(name=names.EVAL_DONE)
+    def eval_done(self, result: EvaluationResult) -> None:
+        """An evaluation has its result."""
+        self._take(result)
+
+    @workflow.update(name=names.PAUSE)
+    def pause(self, ask: Ask) -> RunStatus:
+        """Take no new steps and let the Macs pause; what runs is finished."""
+        self._take(Asked("pause", ask.reason))
+        return self._status(workflow.time())
+
+    @pause.validator
+    def check_pause(self, ask: Ask) -> None:
+        """Refuse what cannot be paused."""
+        self._refuse_if_ending("pause")
+        if self._state.paused:
+            raise ApplicationError(f"run {self._rules.run} is paused already: {self._state.reason}", type="UsageError")
+
+    @workflow.update(name=names.RESUME)
+    def resume(self, ask: Ask) -> RunStatus:
+        """Undo a pause."""
+        self._take(Asked("resume", ask.reason))
+        return self._status(workflow.time())
+
+    @resume.validator
+    def check_resume(self, ask: Ask) -> None:
+        """Refuse what is not paused."""
+        self._refuse_if_ending("resume")
+        if not self._state.paused:
+            raise ApplicationError(f"run {self._rules.run} is not paused", type="UsageError")
+
+    @workflow.update(name=names.STOP)
+    def stop(self, ask: Ask) -> RunStatus:
+        """End the run: finish the step, publish, save, evaluate. A second time: without the evaluation."""
+        self._take(Asked("stop", ask.reason))
+        return self._status(workflow.time())
+
+    def _refuse_if_ending(self, what: str) -> None:
+        reason = plan.end_reason(self._state, self._rules, workflow.time())
+        if reason:
+            raise ApplicationError(f"run {self._rules.run} cannot {what}, it is ending: {reason}", type="UsageError")
+
+    @workflow.query(name=names.STATUS_QUERY)
+    def status(self) -> RunStatus:
+        """Where the run stands, and in one sentence what it waits for."""
+        return self._status(query_time())
+
+    def _status(self, now: float) -> RunStatus:
+        return plan.status_of(self._state, self._rules, now, command=self._command, since=self._since)
+
+    @workflow.query(name=names.FLEET_QUERY)
+    def fleet(self, query: FleetQuery) -> FleetPage:
+        """One page of Macs, each with its session's id and its sweep as of its last event."""
+        run = self._rules.run
+        rest = [member for member in self._state.members if member.host > query.after_host]
+        shown = rest[: min(query.limit, MAX_PAGE)]
+        members = tuple(
+            FleetEvent(run, one.host, names.session_workflow_id(run, one.host), "joined", one.sweep, place=one.place) for one in shown
+        )
+        more = shown[-1].host if shown and len(rest) > len(shown) else ""
+        return FleetPage(members, len(self._state.members), more)
+
+
+def query_time() -> float:
+    """The time for an answer to a person: workflow time stands still while nothing happens. Never for a decision."""
+    with workflow.unsafe.sandbox_unrestricted():
+        return max(workflow.time(), time.time())
