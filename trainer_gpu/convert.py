@@ -140,7 +140,9 @@ def save_hub(model: GPTModel, config: Lfm2Config, folder: Path, masters: Mapping
             shards.append(list(pending))
             pending.clear()
 
-    for weight, tensor in _full_weights(model, config, masters):
+    fetch = _fetcher(model, config, masters)
+    for weight in weight_map(config):
+        tensor = fetch(weight)
         size = tensor.numel() * tensor.element_size()
         if sum(t.numel() * t.element_size() for t in pending.values()) + size > _SHARD_BYTES:
             flush()
@@ -236,12 +238,6 @@ def _copy(target: torch.Tensor, weight: Weight, parts: list[torch.Tensor], confi
             )
     with torch.no_grad():
         target.copy_(to_megatron(parts, weight, config))
-
-
-def _full_weights(model: GPTModel, config: Lfm2Config, masters: Mapping[str, torch.Tensor] | None) -> Iterator[tuple[Weight, torch.Tensor]]:
-    fetch = _fetcher(model, config, masters)
-    for weight in weight_map(config):
-        yield weight, fetch(weight)
 
 
 def _fetcher(model: GPTModel, config: Lfm2Config, masters: Mapping[str, torch.Tensor] | None) -> Callable[[Weight], torch.Tensor]:
