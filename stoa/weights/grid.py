@@ -1,0 +1,193 @@
+"""The int8 grid: how masters become codes, bit for bit. The numpy reference that torch and MLX twins are tested against.
+
+A group of 64 consecutive elements of the last axis has one bf16 scale and bias; a code c stands for scale * c + bias.
+The grid is made once, from the base checkpoint, and frozen; afterwards only codes move, and a code moves only when its
+master is more than half a step plus the hysteresis away. All arithmetic is IEEE float32, one operation at a time.
+
+Legend: N groups, 64 the elements of a group, R re-gridded groups, C changed codes.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoa.contracts.errors import LayoutError, NonFiniteError
+from stoa.weights.layout import GROUP_SIZE
+
+Floats = NDArray[np.float32]
+Codes = NDArray[np.uint8]
+Bits16 = NDArray[np.uint16]
+
+HEADROOM: Final = 1
+"""Free code steps below the smallest and above the largest weight the grid was made from."""
+_STEPS: Final = np.float32(255 - 2 * HEADROOM)
+_SMALLEST_SCALE: Final = np.float32(2.0**-126)
+_BLOCK_GROUPS: Final = 16384
+_ONE_BITS: Final = 0x3F80
+"""1.0 in bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What must change in one published tensor so that it follows its masters. Positions count within the tensor.
+
+    positions: int64 [C] increasing; codes: uint8 [C] the new codes; groups: int64 [R] increasing, re-gridded whole:
+    scales, biases uint16 [R] bf16 bits, group_codes uint8 [R, 64]. num_clipped: masters beyond the ends of the grid by
+    more than half a step. lag_steps: farthest a master within the grid is from its new code.
+    """
+
+    positions: NDArray[np.int64]
+    codes: Codes
+    groups: NDArray[np.int64]
+    scales: Bits16
+    biases: Bits16
+    group_codes: Codes
+    num_clipped: int
+    lag_steps: float
+
+
+def bf16_bits(values: Floats) -> Bits16:
+    """float32 -> bf16 bit patterns, rounded to nearest, ties to even. Finite input; may overflow to infinity."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded >> np.uint32(16)).astype(np.uint16)
+
+
+def bf16_values(bits: Bits16) -> Floats:
+    """bf16 bit patterns -> float32, exactly."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def make_grid(weights: Floats) -> tuple[Bits16, Bits16]:
+    """Scales and biases (bf16 bits) of the grid of `weights`.
+
+    scale = bf16((max - min) / 253), bias = bf16(min - scale), both from the group's float32 extremes; the bias uses the
+    rounded scale. A constant group (scale below 2^-126) has scale 1 and bias bf16(value).
+
+    Args:
+        weights: float32 [.., cols], cols a multiple of 64.
+
+    Returns:
+        scales, biases: uint16 [.., cols / 64].
+
+    Raises:
+        NonFiniteError: a weight is NaN or infinite, or a group's range does not fit float32.
+    """
+    groups_N64 = _grouped(weights)
+    low_N, high_N = groups_N64.min(axis=1), groups_N64.max(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scales_N = bf16_bits((high_N - low_N) / _STEPS)
+        constant_N = bf16_values(scales_N) < _SMALLEST_SCALE
+        scales_N[constant_N] = _ONE_BITS
+        lowest_N = low_N - np.float32(HEADROOM) * bf16_values(scales_N)
+        biases_N = bf16_bits(np.where(constant_N, low_N, lowest_N))
+    if not (np.isfinite(bf16_values(scales_N)).all() and np.isfinite(bf16_values(biases_N)).all()):
+        raise NonFiniteError("a group of weights is NaN, infinite or too wide for the grid")
+    shape = (*weights.shape[:-1], weights.shape[-1] // GROUP_SIZE)
+    return scales_N.reshape(shape), biases_N.reshape(shape)
+
+
+def place(weights: Floats, scales: Bits16, biases: Bits16) -> Floats:
+    """Where weights lie on their grid, in code steps: (w - bias) / scale. float32 [N, 64]."""
+    with np.errstate(over="ignore"):
+        return (_grouped(weights) - _per_group(biases)) / _per_group(scales)
+
+
+def codes_of(places: Floats) -> Codes:
+    """Nearest codes, ties to even, clamped to 0..255; same shape."""
+    return np.clip(np.rint(places), np.float32(0), np.float32(255)).astype(np.uint8)
+
+
+def quantise(weights: Floats) -> tuple[Codes, Bits16, Bits16]:
+    """A fresh grid and the codes on it: codes uint8 [.., cols], scales and biases uint16 [.., cols / 64]."""
+    scales, biases = make_grid(weights)
+    return codes_of(place(weights, scales, biases)).reshape(weights.shape), scales, biases
+
+
+def dequantise(codes: Codes, scales: Bits16, biases: Bits16) -> Floats:
+    """Scale * code + bias in float32, product rounded first; shape of `codes`."""
+    groups_N64 = codes.reshape(-1, GROUP_SIZE).astype(np.float32)
+    return (groups_N64 * _per_group(scales) + _per_group(biases)).reshape(codes.shape)
+
+
+def scan(weights: Floats, codes: Codes, scales: Bits16, biases: Bits16, hysteresis: float) -> Scan:
+    """What must change in a published tensor (codes, scales, biases) so that it follows its masters `weights`.
+
+    A code moves to the nearest one if its master is more than 0.5 + hysteresis steps away; without hysteresis it is
+    simply the nearest one. A group with a master more than one step outside 0..255 gets a new grid, if that differs.
+
+    Args:
+        weights: float32 [.., cols]; codes: uint8 [.., cols]; scales, biases: uint16 [.., cols / 64].
+        hysteresis: dead band in steps, 0 <= d < 0.5. The threshold is float32(0.5 + d).
+
+    Raises:
+        NonFiniteError: a weight is NaN or infinite.
+    """
+    groups_N64, codes_N64 = _grouped(weights), codes.reshape(-1, GROUP_SIZE)
+    scales_N, biases_N = scales.reshape(-1), biases.reshape(-1)
+    parts = [
+        _scan_block(groups_N64[start:stop], codes_N64[start:stop], scales_N[start:stop], biases_N[start:stop], hysteresis, start)
+        for start in range(0, len(groups_N64), _BLOCK_GROUPS)
+        for stop in [start + _BLOCK_GROUPS]
+    ]
+    return Scan(
+        np.concatenate([part.positions for part in parts]),
+        np.concatenate([part.codes for part in parts]),
+        np.concatenate([part.groups for part in parts]),
+        np.concatenate([part.scales for part in parts]),
+        np.concatenate([part.biases for part in parts]),
+        np.concatenate([part.group_codes for part in parts]),
+        sum(part.num_clipped for part in parts),
+        max(part.lag_steps for part in parts),
+    )
+
+
+def _scan_block(weights_N64: Floats, old_N64: Codes, scales_N: Bits16, biases_N: Bits16, hysteresis: float, first_group: int) -> Scan:
+    """`scan` of some whole groups; `first_group` is the number of the first one in its tensor."""
+    if not np.isfinite(weights_N64).all():
+        raise NonFiniteError("a weight is NaN or infinite")
+    places_N64 = place(weights_N64, scales_N, biases_N)
+    nearest_N64 = codes_of(places_N64)
+    moved_N64 = nearest_N64 != old_N64
+    if hysteresis > 0:
+        moved_N64 &= np.abs(places_N64 - old_N64.astype(np.float32)) > np.float32(0.5 + hysteresis)
+    outside_N = (places_N64.min(axis=1) < np.float32(-1)) | (places_N64.max(axis=1) > np.float32(256))
+    regrid_R = np.flatnonzero(outside_N)
+    if len(regrid_R):
+        new_scales_R, new_biases_R = (grid.reshape(-1) for grid in make_grid(weights_N64[regrid_R]))
+        differs_R = (new_scales_R != scales_N[regrid_R]) | (new_biases_R != biases_N[regrid_R])
+        regrid_R, new_scales_R, new_biases_R = regrid_R[differs_R], new_scales_R[differs_R], new_biases_R[differs_R]
+        places_N64[regrid_R] = place(weights_N64[regrid_R], new_scales_R, new_biases_R)
+        nearest_N64[regrid_R] = codes_of(places_N64[regrid_R])
+        moved_N64[regrid_R] = False
+    else:
+        new_scales_R = new_biases_R = np.empty(0, dtype=np.uint16)
+    final_N64 = np.where(moved_N64, nearest_N64, old_N64)
+    final_N64[regrid_R] = nearest_N64[regrid_R]
+    clipped_N64 = (places_N64 < np.float32(-0.5)) | (places_N64 > np.float32(255.5))
+    lag = np.abs(np.where(clipped_N64, np.float32(0), places_N64 - final_N64.astype(np.float32)))
+    positions_C = np.flatnonzero(moved_N64)
+    return Scan(
+        positions_C.astype(np.int64) + first_group * GROUP_SIZE,
+        nearest_N64.reshape(-1)[positions_C],
+        regrid_R.astype(np.int64) + first_group,
+        new_scales_R,
+        new_biases_R,
+        nearest_N64[regrid_R],
+        int(np.count_nonzero(clipped_N64)),
+        float(lag.max(initial=0.0)),
+    )
+
+
+def _grouped(weights: Floats) -> Floats:
+    """[.., cols] -> [N, 64]. Raises LayoutError for a ragged last axis or another dtype."""
+    if weights.dtype != np.float32 or weights.ndim == 0 or weights.shape[-1] % GROUP_SIZE:
+        raise LayoutError(f"weights are {weights.dtype} {weights.shape}, not float32 with a multiple of {GROUP_SIZE} columns")
+    return weights.reshape(-1, GROUP_SIZE)
+
+
+def _per_group(bits: Bits16) -> Floats:
+    """bf16 bits of N groups -> float32 [N, 1]."""
+    return bf16_values(bits.reshape(-1, 1))

@@ -1,0 +1,148 @@
+"""Reading published versions: manifests from HEAD backwards, the plan to a version, and its weights from the bytes.
+
+Shared by both ends of the weights' way. Where bytes come from (the bucket, a disk cache) is the caller's `Fetch`; it
+returns bytes whose sha256 it has checked.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Final
+
+from stoa.bucket.head import Head
+from stoa.bucket.manifest import Manifest, read_manifest
+from stoa.bucket.run_document import RunDocument
+from stoa.bucket.store import SMALL_BYTES, Store, check_sha256
+from stoa.contracts.errors import FormatError, LayoutError, ObjectMissingError, WrongBaseError
+from stoa.weights.chain import Hop, Plan, plan
+from stoa.weights.container import MAX_INDEX_BYTES, DeltaHeader, counts_in, decode_anchor_part, decode_delta, decode_index
+from stoa.weights.layout import Layout, layout_of
+from stoa.weights.pulse import NIBBLE, PCO, Change, Codec
+from stoa.weights.state import WeightState
+
+MAX_WALK: Final = 64
+"""Versions walked back beyond the newest anchor, to reach weights that are at hand."""
+
+Fetch = Callable[[str, str, int], bytes]
+"""(key, sha256, num_bytes) -> the bytes."""
+
+
+def layout_of_run(store: Store, document: RunDocument) -> Layout:
+    """The layout of a run's weights, from its config.json in the bucket. Raises LayoutError if it is not the run's."""
+    file = next((file for file in document.model_files if file.name == "config.json"), None)
+    if file is None:
+        raise LayoutError(f"run {document.run} has no config.json among its model files")
+    data = store.get(file.key, max_bytes=min(file.num_bytes, SMALL_BYTES)).data
+    check_sha256(data, file.sha256, file.key)
+    try:
+        model_config = json.loads(data)
+    except ValueError as error:
+        raise FormatError(f"{file.key} is not JSON: {error}") from error
+    if not isinstance(model_config, dict):
+        raise FormatError(f"{file.key} is not a JSON object")
+    layout = layout_of(model_config, document.config.learning.dtype)  # pyright: ignore[reportUnknownArgumentType]
+    if layout.layout_id != document.layout_id:
+        raise LayoutError(
+            f"run {document.run} has layout {document.layout_id[:16]}, this program makes {layout.layout_id[:16]} of its config.json",
+            hint="the run was started by another version of this project",
+        )
+    return layout
+
+
+def stored_bytes(store: Store) -> Fetch:
+    """A `Fetch` straight from the bucket, into memory."""
+
+    def fetch(key: str, sha256: str, num_bytes: int) -> bytes:
+        data = store.get(key, max_bytes=num_bytes).data
+        check_sha256(data, sha256, key)
+        return data
+
+    return fetch
+
+
+def manifest_of(store: Store, document: RunDocument, head: Head) -> Manifest:
+    """The manifest HEAD names. Raises ObjectMissingError before the first version, FormatError if it is another version's."""
+    if head.version < 0:
+        raise ObjectMissingError(f"run {document.run} has published no version yet", hint="wait for the trainer")
+    manifest = read_manifest(store, document.run, head.manifest_key, head.manifest_sha256, document.public_key)
+    if manifest.version != head.version or manifest.layout_id != document.layout_id:
+        raise FormatError(f"{head.manifest_key} is of version {manifest.version}, HEAD is at {head.version}")
+    return manifest
+
+
+def walk(store: Store, document: RunDocument, newest: Manifest, down_to: int) -> list[Manifest]:
+    """Manifests from `newest` back to version `down_to` (or the first), newest first."""
+    found = [newest]
+    while found[-1].version > down_to:
+        parent = found[-1].parent
+        if parent is None:
+            break
+        manifest = read_manifest(store, document.run, parent.manifest_key, parent.manifest_sha256, document.public_key)
+        if manifest.version != parent.version or manifest.state_id != parent.state_id:
+            raise FormatError(f"{parent.manifest_key} is not the parent its child names")
+        found.append(manifest)
+    return found
+
+
+def way_to(
+    store: Store,
+    document: RunDocument,
+    target: Manifest,
+    *,
+    have: Mapping[int, str] | None = None,
+    on_disk: Collection[str] = (),
+    disk_versions: Collection[int] = (),
+    rollups: bool = True,
+) -> Plan:
+    """The cheapest plan to `target`, reading as many manifests as it takes.
+
+    have: version -> state_id of weights at hand. on_disk: keys whose bytes are here; disk_versions: versions of anchors
+    among them. rollups: False leaves roll-ups out, for when one proved wrong.
+    """
+    known = {version: state_id for version, state_id in (have or {}).items() if version <= target.version}
+    near = [v for v in (*known, *disk_versions) if target.anchor.version - MAX_WALK <= v <= target.version]
+    # Weights at hand at or after the newest anchor are nearer than it; older ones are worth a look too.
+    down_to = max((v for v in near if v >= target.anchor.version), default=min([target.anchor.version, *near]))
+    manifests = walk(store, document, target, down_to)
+    if down_to > target.anchor.version and have and manifests[-1].state_id != have.get(down_to):
+        manifests += walk(store, document, manifests[-1], target.anchor.version)[1:]
+    if not rollups:
+        manifests = [_without_rollups(manifest) for manifest in manifests]
+    return plan(manifests, target.version, have=known, on_disk=on_disk)
+
+
+def rebuild(way: Plan, layout: Layout, run: str, fetch: Fetch) -> WeightState:
+    """The weights at the end of a plan that starts from an anchor, verified by full rescans of its start and end."""
+    if way.anchor is None:
+        raise WrongBaseError("a plan without an anchor starts from weights at hand")
+    state = WeightState.empty(layout)
+    index = decode_index(fetch(way.anchor.index_key, way.anchor.index_sha256, MAX_INDEX_BYTES), layout, way.anchor.index_key)
+    if index.run != run or index.version != way.anchor.version or index.state_id != way.anchor.state_id:
+        raise WrongBaseError(f"{way.anchor.index_key} is the index of version {index.version} of run {index.run}")
+    for part in index.parts:
+        decode_anchor_part(fetch(part.key, part.sha256, part.num_bytes), part, state)
+    state.verify(way.anchor.state_id, f"anchor of version {way.anchor.version}")
+    for hop, change in zip(way.hops, changes_of(way, layout, run, fetch), strict=True):
+        state.apply(change)
+        if hop is way.hops[-1]:
+            state.verify(hop.state_id, f"version {hop.version} from anchor {way.anchor.version}")
+    return state
+
+
+def changes_of(way: Plan, layout: Layout, run: str, fetch: Fetch) -> list[Change]:
+    """The decoded changes of a plan's hops."""
+    return [decode_hop(hop, layout, run, fetch(hop.ref.key, hop.ref.sha256, hop.ref.num_bytes)) for hop in way.hops]
+
+
+def decode_hop(hop: Hop, layout: Layout, run: str, data: bytes) -> Change:
+    """The change in the checked bytes of one delta or roll-up."""
+    ref = hop.ref
+    if ref.codec not in (PCO, NIBBLE):
+        raise FormatError(f"{ref.key}: this program knows no codec {ref.codec!r}", hint="install a newer version")
+    codec: Codec = PCO if ref.codec == PCO else NIBBLE
+    header = DeltaHeader(run, ref.base, hop.version, ref.base_state_id, hop.state_id, layout.layout_id, codec)
+    return decode_delta(data, header, counts_in(ref), layout)
+
+
+def _without_rollups(manifest: Manifest) -> Manifest:
+    return replace(manifest, rollups=())

@@ -1,0 +1,195 @@
+"""The weights of one version in memory, and how a change is applied to them in place.
+
+The arrays may be the engine's own memory (numpy views of it): nothing here copies them or makes them anew. Whether a
+change belongs to these weights is checked by the caller through state ids; here it is only made sure that a change
+that cannot be applied writes nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoa.contracts.errors import FormatError, LayoutError, WrongStateError
+from stoa.contracts.ids import StateId
+from stoa.weights import grid
+from stoa.weights.digest import array_digest, state_id_of
+from stoa.weights.layout import GROUP_SIZE, ArraySpec, Layout, TensorSpec
+from stoa.weights.pulse import Change, Int64s, RawBits
+
+_Item = TypeVar("_Item", bound=np.generic)
+
+NUMPY_TYPES: Final = {"uint8": np.dtype(np.uint8), "bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
+"""How each stored type is held in numpy; bf16 as bit patterns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """What an applied change overwrote: enough to take it back."""
+
+    change: Change
+    codes: NDArray[np.uint8]
+    raw_values: RawBits
+    scales: NDArray[np.uint16]
+    biases: NDArray[np.uint16]
+    group_codes: NDArray[np.uint8]
+
+
+class WeightState:
+    """Arrays of a layout by name (`X.weight` codes, `X.scales`, `X.biases`, raw tensors). Mutable, in place only."""
+
+    def __init__(self, layout: Layout, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        """Raises LayoutError if names, shapes or types are not the layout's, or an array is not contiguous."""
+        specs = {array.name: array for array in layout.arrays}
+        if arrays.keys() != specs.keys():
+            odd = sorted(arrays.keys() ^ specs.keys())
+            raise LayoutError(f"weights have other arrays than the layout: {', '.join(odd[:3])}")
+        for name, array in arrays.items():
+            check_array(specs[name], array)
+        self.layout = layout
+        self.verified_id: StateId | None = None
+        """The id of these weights as last scanned; None once something was written since."""
+        self.arrays: Mapping[str, NDArray[np.generic]] = dict(arrays)
+
+    @classmethod
+    def empty(cls, layout: Layout) -> "WeightState":
+        """Arrays of zeros."""
+        return cls(layout, {array.name: np.zeros(array.shape, NUMPY_TYPES[array.dtype]) for array in layout.arrays})
+
+    def copy(self) -> "WeightState":
+        """The same weights in memory of their own."""
+        return WeightState(self.layout, {name: array.copy() for name, array in self.arrays.items()})
+
+    def copy_from(self, other: "WeightState") -> None:
+        """Overwrite these arrays, in place, with those of another state of the same layout."""
+        if other.layout.layout_id != self.layout.layout_id:
+            raise LayoutError("the other weights have another layout")
+        self.verified_id = None
+        for name, array in self.arrays.items():
+            np.copyto(array, other.arrays[name])
+
+    def tensor_digests(self) -> dict[str, str]:
+        """xxh3-128 of every array: a full rescan of memory."""
+        return {name: array_digest(array) for name, array in self.arrays.items()}
+
+    def state_id(self) -> StateId:
+        """The id of these exact weights, by a full rescan."""
+        self.verified_id = state_id_of(self.layout, self.tensor_digests())
+        return self.verified_id
+
+    def verify(self, expected: str, what: str) -> None:
+        """Full rescan. Raises WrongStateError unless these weights have the `expected` id."""
+        found = self.state_id()
+        if found != expected:
+            self.verified_id = None
+            raise WrongStateError(
+                f"{what}: the weights in memory are {found[:16]}.., not {expected[:16]}..", hint="rebuild them from anchor and deltas"
+            )
+
+    def quantised(self, spec: TensorSpec) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint16]]:
+        """Codes, scales and biases of an int8 tensor."""
+        return (
+            self.arrays[spec.name].view(np.uint8),
+            self.arrays[spec.scales].view(np.uint16),
+            self.arrays[spec.biases].view(np.uint16),
+        )
+
+    def bits(self, spec: TensorSpec) -> RawBits:
+        """A raw tensor as flat bit patterns: uint16 or uint32, a view."""
+        array = self.arrays[spec.name].reshape(-1)
+        return array.view(np.uint32 if array.dtype == np.float32 else np.uint16)
+
+    def dequantise(self, name: str) -> NDArray[np.float32]:
+        """A tensor as float32, in its own shape. Raises LayoutError for an unknown name."""
+        spec = self.layout.by_name.get(name)
+        if spec is None:
+            raise LayoutError(f"the layout has no tensor {name!r}")
+        if spec.kind == "int8":
+            return grid.dequantise(*self.quantised(spec))
+        array = self.arrays[name]
+        return array.astype(np.float32) if array.dtype == np.float32 else grid.bf16_values(array.view(np.uint16))
+
+    def apply(self, change: Change) -> Undo:
+        """Apply a change in place; returns what it overwrote.
+
+        Everything that could be wrong is found before the first write: FormatError if a code would leave 0..255.
+        """
+        layout = self.layout
+        new_codes: list[NDArray[np.uint8]] = []
+        old_codes: list[NDArray[np.uint8]] = []
+        pieces = list(_pieces(layout.quantised, change.positions, 1))
+        for spec, part, local in pieces:
+            old = self.arrays[spec.name].view(np.uint8).reshape(-1)[local]
+            new = old.astype(np.int16) + change.differences[part]
+            if len(new) and (int(new.min()) < 0 or int(new.max()) > 255):
+                raise FormatError(f"{spec.name}: a change leaves the codes 0..255: it was made from other weights")
+            old_codes.append(old)
+            new_codes.append(new.astype(np.uint8))
+        self.verified_id = None
+        undo = Undo(change, _joined(old_codes, np.uint8), *self.values_at(change))
+        for (spec, _, local), new in zip(pieces, new_codes, strict=True):
+            self.arrays[spec.name].view(np.uint8).reshape(-1)[local] = new
+        self._write_absolute(change, change.raw_values, change.scales, change.biases, change.codes)
+        return undo
+
+    def undo(self, undo: Undo) -> None:
+        """Take back the change applied last."""
+        self.verified_id = None
+        for spec, part, local in _pieces(self.layout.quantised, undo.change.positions, 1):
+            self.arrays[spec.name].view(np.uint8).reshape(-1)[local] = undo.codes[part]
+        self._write_absolute(undo.change, undo.raw_values, undo.scales, undo.biases, undo.group_codes)
+
+    def values_at(self, change: Change) -> tuple[RawBits, NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint8]]:
+        """Present raw values, scales, biases and codes where `change` will write."""
+        raw = [self.bits(spec)[local] for spec, _, local in _pieces(self.layout.raw, change.raw_positions, 1)]
+        scales: list[NDArray[np.uint16]] = []
+        biases: list[NDArray[np.uint16]] = []
+        codes: list[NDArray[np.uint8]] = []
+        for spec, _, local in _pieces(self.layout.quantised, change.groups, GROUP_SIZE):
+            tensor_codes, tensor_scales, tensor_biases = self.quantised(spec)
+            codes.append(tensor_codes.reshape(-1, GROUP_SIZE)[local])
+            scales.append(tensor_scales.reshape(-1)[local])
+            biases.append(tensor_biases.reshape(-1)[local])
+        old_raw = np.concatenate(raw) if raw else change.raw_values
+        old_codes = np.concatenate(codes) if codes else change.codes
+        return old_raw, _joined(scales, np.uint16), _joined(biases, np.uint16), old_codes
+
+    def _write_absolute(
+        self,
+        change: Change,
+        raw_values: RawBits,
+        scales: NDArray[np.uint16],
+        biases: NDArray[np.uint16],
+        codes: NDArray[np.uint8],
+    ) -> None:
+        for spec, part, local in _pieces(self.layout.raw, change.raw_positions, 1):
+            self.bits(spec)[local] = raw_values[part]
+        for spec, part, local in _pieces(self.layout.quantised, change.groups, GROUP_SIZE):
+            tensor_codes, tensor_scales, tensor_biases = self.quantised(spec)
+            tensor_codes.reshape(-1, GROUP_SIZE)[local] = codes[part]
+            tensor_scales.reshape(-1)[local] = scales[part]
+            tensor_biases.reshape(-1)[local] = biases[part]
+
+
+def check_array(spec: ArraySpec, array: NDArray[np.generic]) -> None:
+    """Raises LayoutError unless `array` is what `spec` says, and contiguous."""
+    if array.shape != spec.shape or array.dtype != NUMPY_TYPES[spec.dtype] or not array.flags.c_contiguous:
+        raise LayoutError(f"{spec.name} is {array.dtype} {array.shape}, not contiguous {NUMPY_TYPES[spec.dtype]} {spec.shape}")
+
+
+def _pieces(specs: tuple[TensorSpec, ...], positions: Int64s, size: int) -> Iterator[tuple[TensorSpec, slice, Int64s]]:
+    """For each tensor that `positions` touch: it, its slice of `positions`, and positions within it, in units of `size` elements."""
+    start = 0
+    offset = 0
+    for spec in specs:
+        offset_after = offset + spec.num_elements // size
+        stop = int(np.searchsorted(positions, offset_after))
+        if stop > start:
+            yield spec, slice(start, stop), positions[start:stop] - offset
+        start, offset = stop, offset_after
+
+
+def _joined(parts: Sequence[NDArray[_Item]], dtype: type[_Item]) -> NDArray[_Item]:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
