@@ -5,6 +5,7 @@ The gate's rules are `stoa.learning.gate`'s; nothing here feeds back into the st
 Shapes: S sampled tokens of a step.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stoa.bucket.steps import Dropped, Refused
 from stoa.config.run import Gate
 from stoa.learning import gate as gate_reference
+from stoa.learning.staleness import histogram, lag_versions
 from stoa.rollouts.records import Group
 
 BAD_FALL = 0.5
@@ -54,8 +57,7 @@ def mismatch(tokens: Tokens) -> NDArray[np.float64]:
 def token_metrics(tokens: Tokens, gate: Gate) -> dict[str, float]:
     """Gate, divergence and policy metrics of a step. Rates of the gate count tokens with an advantage only."""
     far = mismatch(tokens)
-    log_ratio = tokens.log_pi - tokens.log_mu
-    ratio = np.exp(np.clip(log_ratio, -gate_reference.MAX_LOG_RATIO, gate_reference.MAX_LOG_RATIO))
+    ratio = gate_reference.ratio(tokens.log_pi, tokens.log_mu)
     up, down = tokens.advantages > 0, tokens.advantages < 0
     keep = gate_reference.keep_mask(tokens.log_pi, tokens.log_mu, tokens.advantages, gate)
     p50, p99 = np.quantile(far, (0.5, 0.99))
@@ -76,17 +78,15 @@ def token_metrics(tokens: Tokens, gate: Gate) -> dict[str, float]:
         "logprob_positive_mean": float(tokens.log_pi[up].mean()) if up.any() else 0.0,
         "sampled_tokens": float(len(far)),
     }
-    for mode in gate_reference.MODES:
-        other = gate.model_copy(update={"mode": mode})
-        dropped = ~gate_reference.keep_mask(tokens.log_pi, tokens.log_mu, tokens.advantages, other)
-        metrics[f"would_drop_rate_{mode}"] = _share(dropped, up | down)
+    for mode, rate in gate_reference.drop_rates(tokens.log_pi, tokens.log_mu, tokens.advantages, gate).items():
+        metrics[f"would_drop_rate_{mode}"] = rate
     return metrics
 
 
 def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Reward, lengths and staleness of the groups of a step, each episode counted once."""
     episodes = [episode for group in groups for episode in group.episodes]
-    lags = [version - group.version for group in groups]
+    lags = [lag_versions(version, group.version) for group in groups]
     metrics = {
         "num_groups": float(len(groups)),
         "num_episodes": float(len(episodes)),
@@ -104,8 +104,21 @@ def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         "staleness_mean": float(np.mean(lags)),
         "staleness_max": float(max(lags)),
     }
-    for lag in sorted(set(lags)):
-        metrics[f"staleness_{lag}"] = float(lags.count(lag))
+    for lag, num in histogram(lags).items():
+        metrics[f"staleness_{lag}"] = float(num)
+    latencies = [group.timings.pull_latency_seconds for group in groups if group.timings.pull_latency_seconds > 0]
+    if latencies:
+        metrics["pull_latency_seconds"] = float(np.median(latencies))
+    return metrics
+
+
+def drop_metrics(dropped: Sequence[Dropped], refused: Sequence[Refused], num_used: int) -> dict[str, float]:
+    """How many groups each reason cost since the last step, and which share of those that came had equal rewards."""
+    reasons = Counter(drop.reason for drop in dropped)
+    metrics = {f"dropped_{reason}": float(num) for reason, num in reasons.items()}
+    num_flat = sum(reasons[reason] for reason in ("all_zero", "all_one", "all_equal"))
+    metrics["zero_variance_fraction"] = num_flat / max(1, num_flat + num_used)
+    metrics["groups_refused"] = float(len(refused))
     return metrics
 
 

@@ -7,6 +7,7 @@ here: the control process imports this too.
 from collections.abc import Callable, Sequence
 
 from environments.base import Environment
+from stoa.bucket.keys import GroupKey
 from stoa.config.run import RunConfig
 from stoa.rollouts.admit import Replayed, Rules
 
@@ -32,9 +33,13 @@ class Referee:
 
 
 def rules_of(
-    config: RunConfig, environment: Environment, vocab_size: int, known: Callable[[int], str | None]
+    config: RunConfig,
+    environment: Environment,
+    vocab_size: int,
+    known: Callable[[int], str | None],
+    granted: Callable[[GroupKey], str | None] | None = None,
 ) -> Rules:
-    """What an honest group of this run looks like. `known`: state_id of a version that may be trained on."""
+    """What an honest group of this run looks like; `known` and `granted` as in `Rules`."""
     limits = environment.limits
     return Rules(
         run=config.run,
@@ -46,4 +51,5 @@ def rules_of(
         max_episode_tokens=limits.max_episode_tokens,
         stop_ids=environment.stop_ids,
         known=known,
+        granted=granted,
     )

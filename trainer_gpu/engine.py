@@ -1,0 +1,428 @@
+"""The GPU box's side of a run: takes the lease, trains, publishes, saves. Implements `ports.PolicyTrainer`.
+
+Each method is one activity and does nothing on its own between calls. What it did is in the bucket before it returns,
+so a lost reply or a new process loses at most the steps since the last swap of HEAD, whose groups come back. Steps are
+`step.py`'s, groups `intake.py`'s, documents the bucket's. All methods run on one thread.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import structlog
+
+from stoa.bucket import keys
+from stoa.bucket.head import Head, HeadWriter, Reset
+from stoa.bucket.steps import STEP_FORMAT, Dropped, HostCounts, StepManifest, write_drop_note, write_step
+from stoa.contracts import names
+from stoa.contracts.errors import FencedError, LostStateError, ObjectMissingError, ServiceUnavailableError, StoaError, UsageError
+from stoa.contracts.messages import (
+    Acquired,
+    AcquireRequest,
+    Checkpointed,
+    CheckpointRequest,
+    Published,
+    PublishRequest,
+    StepRequest,
+    StepResult,
+)
+from stoa.contracts.ports import Progress
+from stoa.learning.ledger import next_position
+from stoa.weights.publisher import Prepared
+from trainer_gpu.alarms import ring
+from trainer_gpu.checkpoint import (
+    Facts,
+    Identity,
+    Saved,
+    capture_rng,
+    prune_checkpoints,
+    read_document,
+    read_tensors,
+    restore_rng,
+    save_checkpoint,
+)
+from trainer_gpu.grant_book import GrantBook
+from trainer_gpu.intake import Intake, Starved, Taken
+from trainer_gpu.metrics import drop_metrics, mismatch
+from trainer_gpu.policy import Policy
+from trainer_gpu.publish import VersionPublisher
+from trainer_gpu.referee import Referee, rules_of
+from trainer_gpu.run_handle import RunHandle
+from trainer_gpu.step import StepOutcome, optimizer_step
+from trainer_gpu.versions import KnownVersions
+
+MAX_ATTEMPTS = 999
+
+log = structlog.get_logger()
+
+
+def next_token(lease_number: int, attempt: int, head_epoch: int) -> int:
+    """The fencing token of a new lease: above every one before it, also when the workflow's count went back by a reset.
+
+    lease_number: the workflow's; attempt: of the activity, from 1; head_epoch: token in HEAD, 0 before the first.
+    Raises UsageError when the attempts of one lease are used up: their tokens would run into the next lease's.
+    """
+    if not 1 <= attempt <= MAX_ATTEMPTS:
+        raise UsageError(f"attempt {attempt} to take the run: at most {MAX_ATTEMPTS} fit one lease", hint="reset the run's workflow")
+    return max(lease_number, head_epoch // 1000 + 1) * 1000 + attempt
+
+
+@dataclass(slots=True)
+class _Lease:
+    """What this process knows of the run while it holds it."""
+
+    token: int
+    writer: HeadWriter
+    publisher: VersionPublisher
+    intake: Intake
+    versions: KnownVersions
+    version: int
+    step: int
+    step_manifest_key: str
+    settled: set[str]
+    num_notes: int = 0
+    last_step: StepResult | None = None
+    last_published: Published | None = None
+
+
+class TrainerEngine:
+    """One candidate for a run's lease. `on_lease` is told of each lease taken, and of None when it is lost."""
+
+    def __init__(self, handle: RunHandle, *, on_lease: Callable[[Acquired | None], None] = lambda lease: None) -> None:
+        self._handle = handle
+        self._on_lease = on_lease
+        self._policy: Policy | None = None
+        self._lease: _Lease | None = None
+        self._progress: Progress | None = None
+        self._thread_id = 0
+        self._grants = GrantBook(handle.store, handle.run)
+        handle.store.on_retry = self._on_retry
+
+    def acquire(self, request: AcquireRequest, attempt: int, progress: Progress) -> Acquired:
+        """See `ports.PolicyTrainer`. The weights are those of the checkpoint in HEAD, or the base checkpoint's.
+
+        Raises:
+            FencedError: a later lease holds the run. CheckpointError: HEAD's checkpoint cannot be loaded.
+            UsageError: the attempts of this lease are used up.
+        """
+        with self._working(request.run, progress):
+            self._drop_lease()
+            policy = self._built(progress)
+            lease, head = self._take(request, attempt, policy, progress)
+            self._lease = lease
+            progress.report("publishing the present weights")
+            self._publish(lease, policy, anchor=head.version < 0, checkpoint_key=None, progress=progress)
+            lease.intake.start()
+            queue = names.lease_queue(request.run, lease.token)
+            acquired = Acquired(lease.token, self._handle.owner, queue, lease.step, lease.version, head.state)
+            log.info("run_acquired", token=lease.token, step=lease.step, version=lease.version)
+        self._on_lease(acquired)
+        return acquired
+
+    def train_step(self, request: StepRequest, progress: Progress) -> StepResult:
+        """See `ports.PolicyTrainer`. The step that was done last is answered again without being done again.
+
+        Raises:
+            LostStateError: this process does not hold the lease, or is at another step.
+            NonFiniteError: the gradient is not finite; nothing has changed.
+        """
+        with self._working(request.run, progress):
+            lease = self._held(request.token)
+            if lease.last_step is not None and lease.last_step.step == request.step:
+                return lease.last_step
+            self._check_step(lease, request.step - 1)
+            taken = lease.intake.take(lease.version, progress)
+            if isinstance(taken, Starved):
+                status = "stopped" if taken.stopping else "starved"
+                return StepResult(status, request.step, wait_seconds=taken.wait_seconds, reason=taken.reason)
+            return self._train(lease, request.step, taken, progress)
+
+    def publish(self, request: PublishRequest, progress: Progress) -> Published:
+        """See `ports.PolicyTrainer`. One swap of HEAD names version, step and checkpoint together.
+
+        Raises:
+            LostStateError: as `train_step`. FencedError: another trainer has the run.
+        """
+        with self._working(request.run, progress):
+            lease = self._held(request.token)
+            self._check_step(lease, request.step)
+            if lease.last_published is not None and lease.last_published.step == request.step:
+                return lease.last_published
+            policy = self._built(progress)
+            saved = self._save(lease, policy, progress) if request.checkpoint else None
+            return self._publish(lease, policy, anchor=request.anchor, checkpoint_key=saved.key if saved else None, progress=progress)
+
+    def checkpoint(self, request: CheckpointRequest, progress: Progress) -> Checkpointed:
+        """See `ports.PolicyTrainer`. Raises as `publish`."""
+        with self._working(request.run, progress):
+            lease = self._held(request.token)
+            self._check_step(lease, request.step)
+            saved = self._save(lease, self._built(progress), progress)
+            lease.writer.swap(
+                lease.token, step=lease.step, step_manifest_key=lease.step_manifest_key, checkpoint_key=saved.key
+            )
+            self._prune(lease, saved.key)
+            return Checkpointed(lease.step, saved.key, saved.num_bytes)
+
+    def close(self) -> None:
+        """Stop what runs beside the engine's thread."""
+        if self._lease is not None:
+            self._lease.intake.close()
+
+    def _take(self, request: AcquireRequest, attempt: int, policy: Policy, progress: Progress) -> tuple[_Lease, Head]:
+        """Swap HEAD to a new token, then load what HEAD names. Only the swap decides who holds the run."""
+        handle, config = self._handle, self._handle.config
+        writer = HeadWriter(
+            handle.store, handle.run, handle.signer, owner=handle.owner, interval_seconds=config.bucket.head_interval_seconds
+        )
+        try:
+            before, _ = writer.read()
+        except ObjectMissingError:
+            before = None
+        key = before.checkpoint_key if before else ""
+        document = read_document(handle.store, key, self._identity(policy), handle.signer.public_key) if key else None
+        facts = document.facts if document else Facts(0, 0, -1, "", ())
+        if progress.cancelled:
+            raise ServiceUnavailableError("asked to give up before the run was taken")
+        token = next_token(request.lease_number, attempt, before.epoch if before else 0)
+        head = writer.acquire(token, Reset(key, facts.step, facts.step_manifest_key))
+        progress.report(f"took lease {token}; loading step {facts.step}")
+        if document is None:
+            policy.load_base()
+        else:
+            policy.restore(read_tensors(handle.store, document.parts))
+            restore_rng(facts.rng)
+        versions = KnownVersions(
+            handle.store, handle.run, handle.signer.public_key, window=config.learning.max_staleness_hard
+        )
+        versions.follow(head)
+        publisher = VersionPublisher(handle)
+        progress.report(f"loading version {head.version} as published")
+        publisher.load_published(head)
+        intake = self._intake(policy, versions, facts, token)
+        lease = _Lease(
+            token, writer, publisher, intake, versions, head.version, facts.step, facts.step_manifest_key, set(facts.settled)
+        )
+        return lease, head
+
+    def _intake(self, policy: Policy, versions: KnownVersions, facts: Facts, token: int) -> Intake:
+        handle, config = self._handle, self._handle.config
+        vocab_size = policy.config.vocab_size
+        rules = rules_of(config, handle.environment, vocab_size, versions.state_of, self._grants.question_of)
+
+        def note(dropped: Sequence[Dropped]) -> None:
+            lease = self._lease
+            if lease is not None and lease.token == token:
+                write_drop_note(handle.store, handle.run, token, lease.num_notes, dropped)
+                lease.num_notes += 1
+
+        return Intake(
+            handle.store, rules, Referee(handle.environment), versions, config.learning, settled=facts.settled, note=note
+        )
+
+    def _train(self, lease: _Lease, step: int, taken: Taken, progress: Progress) -> StepResult:
+        """One optimizer step and its manifest. If the manifest cannot be written, memory is ahead of the bucket: lost."""
+        config, policy = self._handle.config, self._built(progress)
+        started = time.time()
+        try:
+            outcome = optimizer_step(
+                policy.trainable,
+                taken.groups,
+                config.learning,
+                version=lease.version,
+                step=step,
+                planned_sequences=config.learning.groups_per_step * config.rollout.group_size,
+                on_row=lambda row: progress.report(f"step {step}: {row}"),
+            )
+        except StoaError:
+            lease.intake.put_back()
+            raise
+        policy.moved()
+        train_seconds = time.time() - started
+        alarms = ring(config.alarms, outcome.metrics)
+        metrics = {
+            **outcome.metrics,
+            **drop_metrics(taken.dropped, taken.refused, len(taken.groups)),
+            **alarms.metrics,
+        }
+        manifest = self._manifest(lease, step, taken, replace(outcome, metrics=metrics), started, train_seconds)
+        try:
+            lease.step_manifest_key = write_step(self._handle.store, manifest)
+        except StoaError:
+            self._drop_lease()
+            raise
+        lease.intake.settle()
+        lease.step = step
+        lease.settled |= {*taken.keys, *(d.key for d in taken.dropped), *(r.key for r in taken.refused)}
+        lease.last_step = StepResult(
+            "done",
+            step,
+            manifest_key=lease.step_manifest_key,
+            num_groups=len(taken.groups),
+            reward_mean=outcome.metrics["reward_mean"],
+            gate_drop_rate=outcome.metrics["gate_drop_rate"],
+            wait_seconds=taken.wait_seconds,
+            train_seconds=train_seconds,
+            alarm=alarms.pause,
+        )
+        log.info("step_done", step=step, version=lease.version, wait_seconds=taken.wait_seconds, train_seconds=train_seconds)
+        return lease.last_step
+
+    def _manifest(
+        self, lease: _Lease, step: int, taken: Taken, outcome: StepOutcome, started: float, train_seconds: float
+    ) -> StepManifest:
+        handle, learning = self._handle, self._handle.config.learning
+        far = {name: float(mismatch(tokens).mean()) for name, tokens in outcome.tokens_of_host.items()}
+        hosts = {name: replace(counts, mismatch_mean=far.get(name, 0.0)) for name, counts in taken.hosts.items()}
+        for name in far.keys() - hosts.keys():
+            hosts[name] = HostCounts(mismatch_mean=far[name])
+        facts = {"gate_mode": learning.gate.mode, "anchor_source": "sampler", "dtype": learning.dtype}
+        return StepManifest(
+            STEP_FORMAT,
+            handle.run,
+            lease.token,
+            step,
+            lease.version,
+            lease.step_manifest_key,
+            taken.keys,
+            taken.dropped,
+            taken.refused,
+            hosts,
+            outcome.metrics,
+            started,
+            taken.wait_seconds,
+            train_seconds,
+            facts,
+        )
+
+    def _publish(
+        self, lease: _Lease, policy: Policy, *, anchor: bool, checkpoint_key: str | None, progress: Progress
+    ) -> Published:
+        """The next version, with a checkpoint in the same swap if there is one."""
+        started = time.monotonic()
+        progress.report(f"publishing version {lease.version + 1} of step {lease.step}")
+        named = {} if checkpoint_key is None else {"checkpoint_key": checkpoint_key}
+
+        def swap(prepared: Prepared) -> None:
+            # Known before HEAD names it: a fast Mac's first groups must not come too early.
+            lease.versions.add(prepared.version, prepared.state_id)
+            lease.writer.swap(
+                lease.token,
+                version=prepared.version,
+                manifest_key=prepared.manifest_key,
+                manifest_sha256=prepared.manifest_sha256,
+                step=lease.step,
+                step_manifest_key=lease.step_manifest_key,
+                published_at=time.time(),
+                **named,
+            )
+
+        prepared = lease.publisher.publish(
+            policy, step=lease.step, token=lease.token, version=lease.version + 1, anchor=anchor, swap=swap
+        )
+        lease.version = prepared.version
+        if checkpoint_key is not None:
+            self._prune(lease, checkpoint_key)
+        oldest = lease.version - self._handle.config.learning.max_staleness_hard
+        lease.settled = {key for key in lease.settled if keys.parse_group(key).version >= oldest}
+        lease.last_published = Published(
+            version=prepared.version,
+            step=lease.step,
+            manifest_key=prepared.manifest_key,
+            delta_bytes=prepared.delta_bytes,
+            anchor_bytes=prepared.anchor_bytes,
+            changed_fraction=prepared.changed_fraction,
+            seconds=time.monotonic() - started,
+        )
+        log.info(
+            "version_published",
+            version=prepared.version,
+            step=lease.step,
+            delta_bytes=prepared.delta_bytes,
+            anchor_bytes=prepared.anchor_bytes,
+            changed_fraction=prepared.changed_fraction,
+            seconds=lease.last_published.seconds,
+        )
+        return lease.last_published
+
+    def _save(self, lease: _Lease, policy: Policy, progress: Progress) -> Saved:
+        """Write a checkpoint of the present step; HEAD does not name it yet."""
+        handle = self._handle
+        progress.report(f"saving step {lease.step}")
+        grants = self._grants.newest()
+        facts = Facts(
+            epoch=lease.token,
+            step=lease.step,
+            version=lease.version,
+            step_manifest_key=lease.step_manifest_key,
+            settled=tuple(sorted(lease.settled)),
+            grants_position=next_position(grants),
+            grants_open=tuple((grant.host, grant.sweep) for grant in grants),
+            rng=capture_rng(),
+        )
+        return save_checkpoint(
+            handle.store,
+            handle.signer,
+            self._identity(policy),
+            facts,
+            policy.state(),
+            part_bytes=handle.config.publish.anchor_part_bytes,
+        )
+
+    def _prune(self, lease: _Lease, named: str) -> None:
+        keep = self._handle.config.publish.keep_checkpoints
+        prune_checkpoints(self._handle.store, self._handle.run, epoch=lease.token, keep=keep, named=named)
+
+    def _identity(self, policy: Policy) -> Identity:
+        return Identity(self._handle.run, self._handle.document.layout_id, policy.architecture)
+
+    def _built(self, progress: Progress) -> Policy:
+        """The policy, built at first use: that takes seconds and must not hold up the process's start."""
+        if self._policy is None:
+            progress.report("building the model")
+            handle = self._handle
+            self._policy = Policy(
+                handle.model_folder, handle.config.learning, seed=handle.config.seed, layout_id=handle.document.layout_id
+            )
+        return self._policy
+
+    def _held(self, token: int) -> _Lease:
+        if self._lease is None or self._lease.token != token:
+            holds = f"lease {self._lease.token}" if self._lease else "no lease"
+            raise LostStateError(f"this trainer holds {holds}, not {token}", hint="acquire the run again")
+        return self._lease
+
+    def _check_step(self, lease: _Lease, step: int) -> None:
+        if lease.step != step:
+            raise LostStateError(f"this trainer is at step {lease.step}, not at {step}", hint="acquire the run again")
+
+    def _drop_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.intake.close()
+            self._lease = None
+            self._on_lease(None)
+
+    @contextmanager
+    def _working(self, run: str, progress: Progress) -> Iterator[None]:
+        """One call: where retries of the bucket report to, and what a lost lease means."""
+        if run != self._handle.run:
+            raise UsageError(f"this trainer serves run {self._handle.run}, not {run}")
+        self._progress, self._thread_id = progress, threading.get_ident()
+        try:
+            yield
+        except FencedError:
+            self._drop_lease()
+            raise
+        finally:
+            self._progress = None
+
+    def _on_retry(self, reason: str) -> None:
+        """The bucket is away: keep the heartbeat going, unless the call was cancelled."""
+        progress = self._progress
+        if progress is None or threading.get_ident() != self._thread_id:
+            return
+        progress.report(reason)
+        if progress.cancelled or progress.stopping:
+            raise ServiceUnavailableError(f"asked to end while {reason}")

@@ -1,0 +1,214 @@
+"""Answers a session that asks what its Mac may generate. Implements `ports.Granter`; runs in the control process.
+
+The rule is `stoa.learning.ledger`'s; here the facts it needs are read from the bucket, anew as they change, so a new
+control process goes on where the old one ended. Nothing here imports torch.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from stoa.bucket import keys
+from stoa.bucket.head import Head, poll_head
+from stoa.bucket.keys import GroupKey
+from stoa.bucket.steps import StepManifest, lineage, read_drop_notes, read_step
+from stoa.bucket.store import Store
+from stoa.config.run import RunConfig
+from stoa.contracts.errors import FormatError, ObjectMissingError
+from stoa.contracts.messages import Grant, GrantRequest
+from stoa.contracts.ports import Progress
+from stoa.learning.ledger import AdmissionRule, Decision, Facts, GrantRecord, QuestionOrder, decide
+from trainer_gpu.grant_book import GrantBook
+
+REFRESH_SECONDS = 0.3
+POLL_SECONDS = 0.25
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Lineage:
+    """What the steps since the window began have settled, by HEAD's lineage and the steps made after it."""
+
+    epoch: int = -1
+    last_key: str = ""
+    settled: set[GroupKey] = field(default_factory=set)
+    consumed_by_version: dict[int, int] = field(default_factory=dict)
+
+    def add(self, manifest: StepManifest) -> None:
+        gone = [*manifest.consumed, *(d.key for d in manifest.dropped), *(r.key for r in manifest.refused)]
+        self.settled |= {keys.parse_group(key) for key in gone}
+        consumed = self.consumed_by_version
+        consumed[manifest.version] = consumed.get(manifest.version, 0) + len(manifest.consumed)
+
+    def forget(self, oldest: int) -> None:
+        self.settled = {key for key in self.settled if key.version >= oldest}
+        self.consumed_by_version = {v: n for v, n in self.consumed_by_version.items() if v >= oldest}
+
+
+class GrantKeeper:
+    """The ledger of one run. Safe from any thread; answers one request at a time."""
+
+    def __init__(
+        self,
+        store: Store,
+        config: RunConfig,
+        public_key: str,
+        question_ids: Sequence[str],
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`question_ids`: all training questions of the environment."""
+        self._store = store
+        self._run = config.run
+        self._public_key = public_key
+        self._clock = clock
+        self._rule = AdmissionRule(
+            max_staleness=config.learning.max_staleness,
+            max_staleness_hard=config.learning.max_staleness_hard,
+            groups_per_version=config.groups_per_version,
+            # A grant may wait for one whole sweep before its own begins.
+            lost_after_seconds=2 * config.timeouts.sweep_seconds + config.timeouts.heartbeat_seconds,
+        )
+        self._order = QuestionOrder(question_ids, config.seed)
+        self._book = GrantBook(store, config.run)
+        self._grants: dict[tuple[str, int], GrantRecord] = {}
+        self._head: Head | None = None
+        self._etag = ""
+        self._lineage = _Lineage()
+        self._notes: set[str] = set()
+        self._noted: set[GroupKey] = set()
+        self._arrived: set[GroupKey] = set()
+        self._away: set[str] = set()
+        self._fresh_until = 0.0
+        self._lock = threading.Lock()
+
+    def grant(self, request: GrantRequest, progress: Progress) -> Grant:
+        """See `ports.Granter`. Waits for room at most `wait_seconds`; an empty grant says what it waited for.
+
+        Raises FormatError for a request of another run.
+        """
+        if request.run != self._run:
+            raise FormatError(f"this control process serves run {self._run}, not {request.run}")
+        deadline = time.monotonic() + request.wait_seconds
+        while True:
+            with self._lock:
+                self._away.discard(request.host)
+                answer = self._answer(request)
+            if answer.question_ids or answer.run_state != "running":
+                return answer
+            if time.monotonic() >= deadline or progress.cancelled or progress.stopping:
+                return answer
+            progress.report(answer.reason)
+            time.sleep(POLL_SECONDS)
+
+    def host_left(self, host: str) -> None:
+        """See `ports.Granter`."""
+        with self._lock:
+            self._away.add(host)
+
+    def _answer(self, request: GrantRequest) -> Grant:
+        head = self._refresh()
+        if head is None or head.version < 0:
+            return self._empty(request, "no version is published yet: waiting for a trainer")
+        if head.state != "running":
+            return Grant(self._run, request.host, request.sweep, (), reason=f"the run is {head.state}", run_state=head.state)
+        decision = self._decide(request, head)
+        if decision.grant is None:
+            return self._empty(request, decision.reason)
+        grant = decision.grant
+        if decision.is_new:
+            grant = self._book.write(grant)
+            log.info(
+                "sweep_granted",
+                host=grant.host,
+                sweep=grant.sweep,
+                num_groups=len(grant.question_ids),
+                room=decision.room,
+                waiting=decision.outstanding.waiting,
+                running=decision.outstanding.running,
+            )
+            self._keep(grant)
+        return Grant(self._run, grant.host, grant.sweep, grant.question_ids, grant.min_version)
+
+    def _decide(self, request: GrantRequest, head: Head) -> Decision:
+        facts = Facts(
+            version=head.version,
+            num_consumed=self._lineage.consumed_by_version.get(head.version, 0),
+            grants=self._grants.values(),
+            arrived=self._arrived,
+            settled=self._lineage.settled | self._noted,
+            away=self._away,
+        )
+        return decide(
+            self._rule,
+            facts,
+            self._order,
+            host=request.host,
+            sweep=request.sweep,
+            num_groups=request.num_groups,
+            now=self._clock(),
+        )
+
+    def _empty(self, request: GrantRequest, reason: str) -> Grant:
+        return Grant(self._run, request.host, request.sweep, (), reason=reason)
+
+    def _keep(self, grant: GrantRecord) -> None:
+        """Add a grant and forget sweeps of its host that can no longer be open."""
+        self._grants[grant.host, grant.sweep] = grant
+        for old in [key for key in self._grants if key[0] == grant.host and key[1] < grant.sweep - 2]:
+            del self._grants[old]
+
+    def _refresh(self) -> Head | None:
+        """Bring the facts up to date with the bucket, if they are older than `REFRESH_SECONDS`."""
+        if time.monotonic() < self._fresh_until and self._head is not None:
+            return self._head
+        try:
+            changed = poll_head(self._store, self._run, self._public_key, self._etag)
+        except ObjectMissingError:
+            return None
+        if self._head is None:
+            self._grants = {(grant.host, grant.sweep): grant for grant in self._book.newest()}
+        if changed is not None:
+            self._head, self._etag = changed
+        head = self._head
+        if head is None:
+            return None
+        oldest = max(0, head.version - self._rule.max_staleness_hard)
+        self._follow_steps(head, oldest)
+        for note, group_keys in read_drop_notes(self._store, self._run, self._notes).items():
+            self._notes.add(note)
+            self._noted |= {keys.parse_group(key) for key in group_keys}
+        self._noted = {key for key in self._noted if key.version >= oldest}
+        start_after = keys.groups_of_version(self._run, oldest)
+        self._arrived = {
+            key for listed in self._store.list(keys.groups_prefix(self._run), start_after) if (key := _group_key(listed.key))
+        }
+        self._fresh_until = time.monotonic() + REFRESH_SECONDS
+        return head
+
+    def _follow_steps(self, head: Head, oldest: int) -> None:
+        """Read the steps not read yet; after a new lease all over again, because steps may have been given back."""
+        if self._lineage.epoch != head.epoch:
+            self._lineage = _Lineage(head.epoch)
+            for manifest in lineage(self._store, head):
+                if manifest.version < oldest:
+                    break
+                self._lineage.add(manifest)
+            if head.step_manifest_key.startswith(keys.steps_of_epoch(self._run, head.epoch)):
+                self._lineage.last_key = head.step_manifest_key
+        for listed in self._store.list(keys.steps_of_epoch(self._run, head.epoch), self._lineage.last_key):
+            self._lineage.add(read_step(self._store, self._run, listed.key))
+            self._lineage.last_key = listed.key
+        self._lineage.forget(oldest)
+
+
+def _group_key(key: str) -> GroupKey | None:
+    """Parts of a group's key; None for what a stranger put under the prefix."""
+    try:
+        return keys.parse_group(key)
+    except FormatError:
+        return None

@@ -1,0 +1,270 @@
+"""Groups from the bucket to the optimizer: a thread lists, downloads and admits them while the trainer does other things.
+
+What makes a group honest is `stoa.rollouts.admit`'s, and which ones a step trains on is `stoa.learning.replay`'s. The
+thread only fills; the engine's thread takes, settles or puts back. One Intake serves one lease.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import structlog
+
+from stoa.bucket.steps import Dropped, HostCounts, Refused
+from stoa.bucket.store import Store
+from stoa.config.run import Learning
+from stoa.contracts.errors import (
+    BucketError,
+    DigestError,
+    GroupRefusedError,
+    ObjectTooLargeError,
+    ServiceUnavailableError,
+    StoaError,
+)
+from stoa.contracts.ports import Progress
+from stoa.learning.replay import ReplayBuffer
+from stoa.learning.staleness import is_stale
+from stoa.rollouts.admit import DuplicateIndex, Reason, Rules, admit
+from stoa.rollouts.inbox import Arrival, Inbox
+from stoa.rollouts.records import Group
+from stoa.rollouts.shard import MAX_GROUP_BYTES
+from trainer_gpu.referee import Referee
+from trainer_gpu.versions import KnownVersions
+
+NUM_DOWNLOADS = 4
+NOTE_AFTER_SECONDS = 1.0
+"""A wait this long tells the admission ledger of dropped groups before the step's manifest can."""
+_WAIT_SECONDS = 0.25
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The groups of one step, and what else its manifest must say."""
+
+    groups: tuple[Group, ...]
+    keys: tuple[str, ...]
+    dropped: tuple[Dropped, ...]
+    refused: tuple[Refused, ...]
+    hosts: dict[str, HostCounts]
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Starved:
+    """No step can be made now, for `reason`; `stopping` if that is because we were asked to end."""
+
+    reason: str
+    wait_seconds: float
+    stopping: bool = False
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What one host sent since the last step. Times are of its newest group."""
+
+    num_accepted: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    num_sampled_tokens: int = 0
+    newest: Group | None = None
+
+    def counts(self) -> HostCounts:
+        if self.newest is None:
+            return HostCounts(refused=dict(self.refused))
+        timings = self.newest.timings
+        return HostCounts(
+            accepted=self.num_accepted,
+            refused=dict(self.refused),
+            num_sampled_tokens=self.num_sampled_tokens,
+            decode_seconds=timings.decode_seconds,
+            pull_latency_seconds=timings.pull_latency_seconds,
+            idle_seconds=timings.idle_seconds,
+        )
+
+
+class Intake:
+    """Fills itself between `start` and `close`; `take`, `settle` and `put_back` are for the engine's thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        rules: Rules,
+        referee: Referee,
+        versions: KnownVersions,
+        learning: Learning,
+        *,
+        settled: Iterable[str],
+        note: Callable[[Sequence[Dropped]], None],
+    ) -> None:
+        """`settled`: keys that earlier steps consumed, dropped or refused. `note` tells the ledger of drops early."""
+        settled = tuple(settled)
+        self._store = store
+        self._rules = rules
+        self._referee = referee
+        self._versions = versions
+        self._learning = learning
+        self._note = note
+        self._inbox = Inbox(store, rules.run, settled)
+        self._seen = DuplicateIndex()
+        for key in settled:
+            self._seen.remember_key(key)
+        self._buffer = ReplayBuffer(
+            num_wanted=learning.groups_per_step,
+            max_looked=int(learning.groups_per_step * learning.max_refills),
+            max_staleness_hard=learning.max_staleness_hard,
+            settled=settled,
+        )
+        self._refused: list[Refused] = []
+        self._tallies: dict[str, _Tally] = {}
+        self._noted = 0
+        self._read_twice: set[str] = set()
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
+        self._filling: Future[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look for groups."""
+        self._filling = self._thread.submit(self._fill)
+
+    def close(self) -> None:
+        """Stop looking. The thread ends by itself, at the latest after the request it is in."""
+        self._closing.set()
+        self._thread.shutdown(wait=False)
+
+    def take(self, version: int, progress: Progress) -> Taken | Starved:
+        """Groups for one step with `version` newest; waits for them at most `starved_seconds`, reporting progress.
+
+        Raises what the thread failed with, if it did.
+        """
+        started = time.monotonic()
+        while True:
+            if self._filling is not None and self._filling.done():
+                self._filling.result()
+            with self._changed:
+                choice, groups = self._buffer.take(version)
+                waited = time.monotonic() - started
+                if choice.status == "ready":
+                    return self._taken(groups, choice.taken, waited)
+                num_waiting = self._buffer.num_waiting
+                if choice.status == "no_signal":
+                    return Starved("almost all groups have equal rewards: there is nothing left to learn from them", waited)
+                if progress.cancelled or progress.stopping:
+                    return Starved("asked to end", waited, stopping=True)
+                if waited > self._learning.starved_seconds:
+                    return Starved(f"{num_waiting} of {self._learning.groups_per_step} groups came in {waited:.0f} s", waited)
+                fresh = self._unnoted() if waited > NOTE_AFTER_SECONDS else ()
+            if fresh:
+                self._note(fresh)
+            progress.report(f"waiting for groups: {num_waiting} of {self._learning.groups_per_step}")
+            with self._changed:
+                self._changed.wait(_WAIT_SECONDS)
+
+    def settle(self) -> None:
+        """The manifest of the step is written."""
+        with self._changed:
+            self._buffer.settle()
+            self._refused.clear()
+            self._tallies.clear()
+            self._noted = 0
+
+    def put_back(self) -> None:
+        """The step failed: its groups wait again."""
+        with self._changed:
+            self._buffer.put_back()
+
+    def _taken(self, groups: tuple[Group, ...], keys: tuple[str, ...], waited: float) -> Taken:
+        drops = tuple(Dropped(drop.key, drop.reason) for drop in self._buffer.drops)
+        hosts = {name: tally.counts() for name, tally in self._tallies.items()}
+        return Taken(groups, keys, drops, tuple(self._refused), hosts, waited)
+
+    def _unnoted(self) -> tuple[Dropped, ...]:
+        """Groups dropped or refused since the last step of which no note was made; counts them as noted."""
+        drops = [Dropped(drop.key, drop.reason) for drop in self._buffer.drops]
+        drops += [Dropped(refused.key, refused.reason) for refused in self._refused]
+        fresh = tuple(sorted(drops)) if len(drops) > self._noted else ()
+        self._noted = len(drops)
+        return fresh
+
+    def _fill(self) -> None:
+        """The thread: look, download, admit, until closed. What it fails with is raised by `take`."""
+        oldest = 0
+        with ThreadPoolExecutor(NUM_DOWNLOADS, thread_name_prefix="download") as pool:
+            while not self._closing.is_set():
+                arrivals = self._look(oldest)
+                oldest = max(0, self._versions.newest - self._learning.max_staleness_hard)
+                fresh = [arrival for arrival in arrivals if not self._dropped_unread(arrival)]
+                for arrival, data in zip(fresh, pool.map(self._read, fresh), strict=True):
+                    if self._closing.is_set():
+                        return
+                    self._admit(arrival, data)
+                if not fresh:
+                    self._closing.wait(self._learning.intake_poll_seconds)
+
+    def _look(self, oldest: int) -> tuple[Arrival, ...]:
+        """What arrived; nothing while the bucket is away, however long that is: the engine's own calls say so."""
+        try:
+            return self._inbox.look(oldest)
+        except ServiceUnavailableError as error:
+            log.warning("inbox_unreachable", error=error.message)
+            return ()
+
+    def _dropped_unread(self, arrival: Arrival) -> bool:
+        if not is_stale(self._versions.newest, arrival.named.version, self._learning.max_staleness_hard):
+            return False
+        with self._changed:
+            self._buffer.drop_stale(arrival.key)
+            self._changed.notify_all()
+        return True
+
+    def _read(self, arrival: Arrival) -> bytes | StoaError:
+        try:
+            return self._store.get(arrival.key, max_bytes=MAX_GROUP_BYTES).data
+        except (BucketError, ServiceUnavailableError) as error:
+            return error
+
+    def _admit(self, arrival: Arrival, data: bytes | StoaError) -> None:
+        try:
+            if isinstance(data, StoaError):
+                raise data
+            group = admit(
+                data,
+                arrival.key,
+                rules=self._rules,
+                prompt_ids_of=self._referee.prompt_ids_of,
+                rescore=self._referee.rescore,
+                seen=self._seen,
+            )
+        except GroupRefusedError as error:
+            self._refuse(arrival, error.reason, error.message)
+        except ObjectTooLargeError as error:
+            self._refuse(arrival, Reason.MALFORMED, error.message)
+        except (BucketError, ServiceUnavailableError) as error:
+            # Bytes lost on the way are asked for again; bytes that are wrong in the bucket are wrong the second time too.
+            if isinstance(error, DigestError) and arrival.key in self._read_twice:
+                self._refuse(arrival, Reason.MALFORMED, error.message)
+                return
+            self._read_twice.add(arrival.key)
+            self._inbox.put_back(arrival.key)
+        else:
+            self._accept(arrival, group)
+
+    def _accept(self, arrival: Arrival, group: Group) -> None:
+        with self._changed:
+            if self._buffer.offer(arrival.key, group):
+                tally = self._tallies.setdefault(group.host, _Tally())
+                tally.num_accepted += 1
+                tally.num_sampled_tokens += sum(len(episode.logprobs) for episode in group.episodes)
+                tally.newest = group
+            self._changed.notify_all()
+
+    def _refuse(self, arrival: Arrival, reason: str, message: str) -> None:
+        log.warning("group_refused", key=arrival.key, host=arrival.named.host, reason=reason, error=message)
+        with self._changed:
+            self._refused.append(Refused(arrival.key, arrival.named.host, reason))
+            self._tallies.setdefault(arrival.named.host, _Tally()).refused[reason] += 1
+            self._changed.notify_all()

@@ -1,0 +1,159 @@
+"""From fp32 masters to a published version: tensors to host memory, the scan on the accelerator, prepare, swap, commit.
+
+What goes into the bucket is `stoa.weights.publisher`'s and HEAD's protocol is `stoa.bucket.head`'s. `scan` is the torch
+twin of `stoa.weights.grid.scan` and gives the same bits.
+
+Legend: N groups, 64 the elements of a group, R re-gridded groups, C changed codes.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stoa.bucket.head import Head
+from stoa.contracts.errors import NonFiniteError
+from stoa.weights import grid
+from stoa.weights.layout import GROUP_SIZE
+from stoa.weights.publisher import Prepared, Publisher
+from trainer_gpu import host
+from trainer_gpu.policy import Policy
+from trainer_gpu.run_handle import RunHandle
+
+_BLOCK_GROUPS = 1 << 20
+
+
+class VersionPublisher:
+    """Publishes one lease's versions. One thread at a time."""
+
+    def __init__(self, handle: RunHandle) -> None:
+        publish = handle.config.publish
+        self._publisher = Publisher(
+            handle.store,
+            handle.document,
+            handle.signer,
+            hysteresis=publish.hysteresis,
+            anchor_part_bytes=publish.anchor_part_bytes,
+        )
+
+    def load_published(self, head: Head) -> None:
+        """Bring the mirror to what HEAD names."""
+        self._publisher.load_published(head)
+
+    def publish(
+        self, policy: Policy, *, step: int, token: int, version: int, anchor: bool, swap: Callable[[Prepared], None]
+    ) -> Prepared:
+        """Write the version's objects, let `swap` make HEAD name them, advance the mirror; undone if anything raises."""
+        prepared = self._publisher.prepare(
+            host_tensors(policy),
+            step=step,
+            epoch=token,
+            version=version,
+            anchor=anchor,
+            quantise=scan if host.HAS_CUDA else grid.scan,
+        )
+        try:
+            swap(prepared)
+        except BaseException:
+            self._publisher.rollback()
+            raise
+        self._publisher.commit(prepared)
+        return prepared
+
+
+def host_tensors(policy: Policy) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """The masters under their names on the wire, fp32 in host memory, one at a time."""
+    for name, tensor in policy.wire_tensors():
+        yield name, tensor.detach().to("cpu", torch.float32).contiguous().numpy()
+
+
+def scan(
+    weights: NDArray[np.float32],
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.uint16],
+    biases: NDArray[np.uint16],
+    hysteresis: float,
+) -> grid.Scan:
+    """`grid.scan` on the accelerator, a block of groups at a time; same arguments, errors and bits."""
+    device = host.device()
+    weights_N64 = torch.from_numpy(weights.reshape(-1, GROUP_SIZE))
+    codes_N64 = torch.from_numpy(codes.reshape(-1, GROUP_SIZE))
+    scales_N, biases_N = (torch.from_numpy(bits.reshape(-1).view(np.int16)).view(torch.bfloat16) for bits in (scales, biases))
+    parts = [
+        _scan_block(*(t[first : first + _BLOCK_GROUPS].to(device) for t in (weights_N64, codes_N64, scales_N, biases_N)), hysteresis, first)
+        for first in range(0, len(weights_N64), _BLOCK_GROUPS)
+    ]
+    joined = [np.concatenate([part[i] for part in parts]) for i in range(6)]
+    return grid.Scan(*joined, sum(part[6] for part in parts), max(part[7] for part in parts))
+
+
+def _scan_block(
+    weights_N64: torch.Tensor,
+    old_N64: torch.Tensor,
+    scales_N: torch.Tensor,
+    biases_N: torch.Tensor,
+    hysteresis: float,
+    first_group: int,
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint8], int, float]:
+    """The fields of `grid.Scan` for some whole groups; `first_group` is the number of the first one in its tensor."""
+    if not bool(torch.isfinite(weights_N64).all()):
+        raise NonFiniteError("a weight is NaN or infinite")
+    places_N64 = _place(weights_N64, scales_N, biases_N)
+    nearest_N64 = _codes_of(places_N64)
+    moved_N64 = nearest_N64 != old_N64
+    if hysteresis > 0:
+        threshold = torch.tensor(0.5 + hysteresis, dtype=torch.float32, device=places_N64.device)
+        moved_N64 &= (places_N64 - old_N64.float()).abs() > threshold
+    outside_N = (places_N64.amin(1) < -1) | (places_N64.amax(1) > 256)
+    regrid_R = outside_N.nonzero().squeeze(1)
+    new_scales_R, new_biases_R = _make_grid(weights_N64[regrid_R])
+    differs_R = (new_scales_R != scales_N[regrid_R]) | (new_biases_R != biases_N[regrid_R])
+    regrid_R, new_scales_R, new_biases_R = regrid_R[differs_R], new_scales_R[differs_R], new_biases_R[differs_R]
+    places_N64[regrid_R] = _place(weights_N64[regrid_R], new_scales_R, new_biases_R)
+    nearest_N64[regrid_R] = _codes_of(places_N64[regrid_R])
+    moved_N64[regrid_R] = False
+    final_N64 = torch.where(moved_N64, nearest_N64, old_N64)
+    final_N64[regrid_R] = nearest_N64[regrid_R]
+    clipped_N64 = (places_N64 < -0.5) | (places_N64 > 255.5)
+    lag_N64 = torch.where(clipped_N64, 0.0, places_N64 - final_N64.float()).abs()
+    positions_C = moved_N64.flatten().nonzero().squeeze(1)
+    return (
+        positions_C.cpu().numpy() + first_group * GROUP_SIZE,
+        nearest_N64.flatten()[positions_C].cpu().numpy(),
+        regrid_R.cpu().numpy() + first_group,
+        _bits(new_scales_R),
+        _bits(new_biases_R),
+        nearest_N64[regrid_R].cpu().numpy(),
+        int(clipped_N64.sum()),
+        float(lag_N64.max()),
+    )
+
+
+def _make_grid(weights_R64: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and biases, bf16 [R], as `grid.make_grid`. Raises NonFiniteError where a group is too wide."""
+    if not len(weights_R64):
+        empty = torch.empty(0, dtype=torch.bfloat16, device=weights_R64.device)
+        return empty, empty
+    low_R, high_R = weights_R64.amin(1), weights_R64.amax(1)
+    # A tensor divisor: dividing by a Python number multiplies by its reciprocal on CUDA, which rounds otherwise.
+    steps = torch.full_like(low_R, 255 - 2 * grid.HEADROOM)
+    scales_R = ((high_R - low_R) / steps).bfloat16()
+    constant_R = scales_R.float() < 2.0**-126
+    scales_R = torch.where(constant_R, torch.ones_like(scales_R), scales_R)
+    biases_R = torch.where(constant_R, low_R, low_R - grid.HEADROOM * scales_R.float()).bfloat16()
+    if not bool((torch.isfinite(scales_R) & torch.isfinite(biases_R)).all()):
+        raise NonFiniteError("a group of weights is NaN, infinite or too wide for the grid")
+    return scales_R, biases_R
+
+
+def _place(weights_N64: torch.Tensor, scales_N: torch.Tensor, biases_N: torch.Tensor) -> torch.Tensor:
+    return (weights_N64 - biases_N.float().unsqueeze(1)) / scales_N.float().unsqueeze(1)
+
+
+def _codes_of(places_N64: torch.Tensor) -> torch.Tensor:
+    return places_N64.round().clamp(0, 255).to(torch.uint8)
+
+
+def _bits(values_R: torch.Tensor) -> NDArray[np.uint16]:
+    return values_R.view(torch.int16).cpu().numpy().view(np.uint16)
