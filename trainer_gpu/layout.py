@@ -46,9 +46,8 @@ def check_layout(layout: Layout, world_size: int) -> None:
 def initialize_layout(layout: Layout, seed: int) -> None:
     """Set up Megatron's process groups for `layout`, and its CUDA generators where there is CUDA. Raises LayoutError."""
     check_layout(layout, dist.get_world_size())
-    has_cuda = torch.cuda.is_available()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=layout.expert, create_gloo_process_groups=not has_cuda)
-    if has_cuda:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=layout.expert, create_gloo_process_groups=False)
+    if torch.cuda.is_available():
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 

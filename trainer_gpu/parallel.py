@@ -36,7 +36,7 @@ class Trainable:
         self._ddp = DistributedDataParallel(model.config, config, model)
         self._ddp.broadcast_params()
         with host.cuda_literals():
-            optimizer = get_megatron_optimizer(optimizer_config, [self._ddp], use_gloo_process_groups=not host.HAS_CUDA)
+            optimizer = get_megatron_optimizer(optimizer_config, [self._ddp], use_gloo_process_groups=False)
         self._optimizer = cast(ChainedOptimizer, optimizer)  # what 0.16 returns for every model without FSDP
         self._clip_grad = optimizer_config.clip_grad
 
