@@ -1,0 +1,136 @@
+"""One optimizer step on groups that were really sampled: what it measures, and what may not change it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from stoa.config.run import Learning
+from stoa.rollouts.records import Group
+from tests.unit.trainer_gpu.player import POLICY, group_of, play, search
+from trainer_gpu.convert import load_hub
+from trainer_gpu.model import build_model, read_model_config
+from trainer_gpu.parallel import Trainable, build_optimizer
+from trainer_gpu.step import StepOutcome, learning_rate, optimizer_step
+
+LEARNING = Learning()
+
+
+def trainable() -> Trainable:
+    config = read_model_config(POLICY)
+    model = build_model(config, torch.float32)
+    load_hub(model, config, POLICY)
+    return build_optimizer(model, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip_grad=1.0)
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[Group]:
+    """Three groups with both rewards, played by the policy itself; version 3."""
+    environment = search()
+    questions = list(environment.question_ids("train"))[:24]
+    played = play(trainable().model, environment, questions, num_episodes=8, seed=0)
+    uneven = [episodes for episodes in played if 0 < sum(e.reward for e in episodes) < 8]
+    return [
+        group_of(episodes, run="r", host=f"mac-{i % 2}", sweep=0, group=i, version=3, state_id="s")
+        for i, episodes in enumerate(uneven[:3])
+    ]
+
+
+def step(groups: list[Group], learning: Learning = LEARNING, **more: int) -> tuple[Trainable, StepOutcome]:
+    policy = trainable()
+    arguments = {"version": 5, "step": 1, "planned_sequences": 24, **more}
+    outcome = optimizer_step(policy, groups, learning, on_row=lambda row: None, **arguments)
+    return policy, outcome
+
+
+def test_on_policy_step_drops_nothing_and_sees_no_mismatch(groups: list[Group]) -> None:
+    _, outcome = step(groups)
+    metrics = outcome.metrics
+    assert metrics["gate_drop_rate"] == metrics["ratio_capped_fraction"] == metrics["bad_fraction"] == 0
+    assert metrics["mismatch_max"] < 1e-4
+    assert metrics["ess_fraction"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["k3"] == pytest.approx(0.0, abs=1e-8)
+    assert metrics["grad_norm"] > 0
+    assert metrics["staleness_mean"] == 2.0
+    assert metrics["staleness_2"] == 3.0
+    assert metrics["reward_mean"] == np.mean([e.reward for g in groups for e in g.episodes])
+    assert metrics["search_rate"] == np.mean([e.reward_parts["searched"] for g in groups for e in g.episodes])
+    assert metrics["sampled_tokens"] == sum(len(e.logprobs) for g in groups for e in g.episodes)
+    assert 0 < metrics["entropy"] < np.log(256)
+
+
+def test_cut_into_rows_does_not_change_the_gradient(groups: list[Group]) -> None:
+    one, whole = step(groups, LEARNING.model_copy(update={"micro_batch_tokens": 100_000}))
+    many, cut = step(groups, LEARNING.model_copy(update={"micro_batch_tokens": 64}))
+    assert whole.metrics["num_rows"] == 1
+    assert cut.metrics["num_rows"] > 5
+    norm = whole.metrics["grad_norm"]
+    worst = max(float((one.gradients()[n] - g).abs().max()) for n, g in many.gradients().items())
+    assert worst <= 1e-6 * max(1.0, norm)
+
+
+def test_gradient_equals_autograd_of_the_formula_one_episode_at_a_time(groups: list[Group]) -> None:
+    """sum of -A ln pi over sampled tokens / denominator: on policy the ratio is 1 and nothing is dropped."""
+    from trainer_gpu.model import forward_packed
+
+    policy, _ = step(groups, LEARNING.model_copy(update={"grad_clip": 1.0}))
+    other = trainable()
+
+    def losses():
+        for group in groups:
+            mean = group.rewards.mean()
+            for episode in group.episodes:
+                ids = torch.from_numpy(episode.ids.astype(np.int64))
+                log_p = torch.log_softmax(forward_packed(other.model, ids, [len(ids)]), -1)
+                sampled = torch.from_numpy(episode.mask.astype(bool)).nonzero().squeeze(1)
+                total = log_p[sampled - 1, ids[sampled]].sum()
+                yield lambda total=total, a=episode.reward - mean: -float(a) * total / (24 * LEARNING.tokens_per_sequence)
+
+    other.step(losses())
+    worst = max(float((policy.gradients()[n] - g).abs().max()) for n, g in other.gradients().items())
+    assert worst < 1e-5
+
+
+def test_stale_logprobs_are_gated_and_counted(groups: list[Group]) -> None:
+    """mu doubled in odds against pi: positive advantages on likely tokens move too far and are dropped."""
+    shifted = [
+        replace(g, episodes=tuple(replace(e, logprobs=np.log(np.exp(e.logprobs) * 0.5)) for e in g.episodes)) for g in groups
+    ]
+    _, outcome = step(shifted)
+    metrics = outcome.metrics
+    assert metrics["gate_drop_rate_positive"] > 0.3
+    assert metrics["gate_drop_rate_negative"] == 0
+    assert metrics["gate_drop_rate"] == metrics["would_drop_rate_tv"]
+    assert metrics["would_drop_rate_off"] == 0
+    assert metrics["would_drop_rate_ppo_clip"] > metrics["would_drop_rate_tv"]
+
+
+def test_hosts_are_told_apart(groups: list[Group]) -> None:
+    _, outcome = step(groups)
+    counts = {name: len(tokens.log_pi) for name, tokens in outcome.tokens_of_host.items()}
+    assert counts == {
+        "mac-0": sum(len(e.logprobs) for g in (groups[0], groups[2]) for e in g.episodes),
+        "mac-1": sum(len(e.logprobs) for e in groups[1].episodes),
+    }
+
+
+def test_step_makes_rewarded_episodes_likelier(groups: list[Group]) -> None:
+    policy, before = step(groups, LEARNING.model_copy(update={"learning_rate": 1e-3}))
+    after = optimizer_step(policy, groups, LEARNING, version=5, step=2, planned_sequences=24, on_row=lambda row: None)
+    assert after.metrics["logprob_positive_mean"] > before.metrics["logprob_positive_mean"]
+
+
+def test_learning_rate_warms_up_and_the_first_step_moves() -> None:
+    learning = LEARNING.model_copy(update={"warmup_steps": 4, "learning_rate": 1.0})
+    assert [learning_rate(learning, n) for n in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert learning_rate(LEARNING, 1) == LEARNING.learning_rate
+
+
+def test_rows_are_reported_while_they_finish(groups: list[Group]) -> None:
+    seen: list[str] = []
+    holder = SimpleNamespace(report=seen.append)
+    small = LEARNING.model_copy(update={"micro_batch_tokens": 128})
+    optimizer_step(trainable(), groups, small, version=5, step=1, planned_sequences=24, on_row=holder.report)
+    assert seen[-1] == f"row {len(seen)} of {len(seen)}"
