@@ -82,10 +82,10 @@ def nearest_name(wrong: str, model: type[BaseModel]) -> str:
     """The setting most like `wrong`: in the same table (initials count: lr), then by last part anywhere, else any."""
     names = list(dotted_names(model))
     table, _, last = wrong.rpartition(".")
-    siblings = [name for name in names if name.rpartition(".")[0] == table]
-    if close := get_close_matches(wrong, siblings, n=1, cutoff=0.75):
-        return close[0]
-    if initials := [name for name in siblings if _initials(name) == last.lower()]:
+    siblings = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == table}
+    if close := get_close_matches(last, list(siblings), n=1, cutoff=0.7):
+        return siblings[close[0]]
+    if initials := [name for own, name in siblings.items() if _initials(own) == last.lower()]:
         return initials[0]
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
     if close := get_close_matches(last, list(by_last), n=1, cutoff=0.75):
@@ -117,7 +117,7 @@ def _allowed(detail: ErrorDetails) -> str:
 
 
 def _initials(name: str) -> str:
-    return "".join(word[:1] for word in name.rpartition(".")[2].split("_"))
+    return "".join(word[:1] for word in name.split("_"))
 
 
 def _where(key: str, origin: Origin, lines: Mapping[str, int]) -> str:

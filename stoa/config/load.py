@@ -10,6 +10,7 @@ What the settings are is `run.py`'s. Secrets come from here and nowhere else, an
 
 import base64
 import binascii
+import ipaddress
 import json
 import os
 import re
@@ -98,7 +99,10 @@ def bucket_credentials(bucket: Bucket, *, environ: Mapping[str, str] | None = No
 def is_loopback(endpoint: str) -> bool:
     """True if a URL or host:port names this machine."""
     host = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}").hostname or ""
-    return host in {"localhost", "::1"} or host.startswith("127.")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def state_base() -> Path:

@@ -1,0 +1,89 @@
+"""The numbers of report.json against values worked out by hand."""
+
+import json
+import math
+
+import pytest
+
+from cli.report.summary import mac_idle_fraction, summarise, wilson_95
+from tests.unit.cli.records import evaluation, record, session, step, version
+
+ISSUE_KEYS = {
+    "pass_at_1", "search_rate", "versions", "steps", "groups_trained", "gate_drop_rate", "staleness_mean", "mismatch_mean",
+    "delta_bytes_median", "anchor_bytes", "changed_fraction_median", "workers", "seconds", "trainer_idle_fraction",
+    "mac_idle_fraction", "rollout_time_share", "cover", "exact_match", "publish_latency_seconds", "pull_latency_seconds",
+    "join_seconds", "bytes_pulled", "bytes_pushed", "cost", "alarms", "audit",
+}  # fmt: skip
+
+
+def test_report_holds_every_promised_key_as_finite_json() -> None:
+    tree = json.loads(json.dumps(summarise(record()).as_json(), allow_nan=False))
+    assert set(tree) >= ISSUE_KEYS
+    for name in ("pass_at_1", "cover", "exact_match", "search_rate"):
+        assert set(tree[name]) == {"start", "end", "num_questions", "interval_95"}
+
+
+def test_empty_run_has_the_same_keys() -> None:
+    empty = record(steps=(), versions=(), evaluations=(), sessions=(), version=-1, step=0, bucket_objects={})
+    assert set(summarise(empty).as_json()) == set(summarise(record()).as_json())
+
+
+def test_numbers_of_a_small_run() -> None:
+    s = summarise(record())
+    assert (s.versions, s.steps, s.workers, s.seconds) == (2, 4, 2, 12.0)
+    assert (s.pass_at_1.start, s.pass_at_1.end, s.pass_at_1.num_questions) == (0.29, 0.8, 100)
+    assert s.groups_trained == 8
+    assert s.gate_drop_rate == pytest.approx((0.01 + 0.02 + 0.03 + 0.04) / 4)
+    assert s.delta_bytes_median == 1500.0  # of 1000 and 2000
+    assert s.anchor_bytes == 40_000
+    assert s.anchor_to_delta_ratio == 26.67
+    assert s.changed_fraction_median == pytest.approx(0.015)
+    assert (s.publish_latency_seconds.median, s.publish_latency_seconds.max) == (0.375, 0.5)
+    assert s.bytes_pulled == 2 * 45_000
+    assert s.bytes_pushed == 2 * 500 + 3000 + 40_000
+    assert s.rollout_time_share == pytest.approx(4 / (4 + 6))
+    assert s.macs[0].tokens_per_second == 2000.0
+
+
+def test_trainer_idle_counts_steady_steps_only() -> None:
+    steps = (step(1, version=0, wait_seconds=30.0), step(2, version=2, wait_seconds=0.5, train_seconds=1.5))
+    assert summarise(record(steps=steps)).trainer_idle_fraction == 0.25
+
+
+def test_trainer_idle_of_a_run_that_never_became_steady_counts_all() -> None:
+    assert summarise(record(steps=(step(1, version=0, wait_seconds=3.0, train_seconds=1.0),))).trainer_idle_fraction == 0.75
+
+
+def test_mac_idle_leaves_out_what_was_counted_before() -> None:
+    early = session("a", decode_seconds=1.0, pull_seconds=0.0, apply_seconds=0.0, idle_seconds=10.0)
+    late = session("a", decode_seconds=9.0, pull_seconds=1.0, apply_seconds=0.0, idle_seconds=11.0)
+    assert mac_idle_fraction([late], [early]) == pytest.approx(1 / 10)
+    assert mac_idle_fraction([late]) == pytest.approx(11 / 21)
+
+
+def test_idle_above_five_percent_is_explained() -> None:
+    said = summarise(record(sessions=(session("mac-1", reason="no room"),))).idle_reason
+    assert "trainer waited for groups 25%" in said
+    assert "no room" in said
+
+
+def test_idle_below_five_percent_is_not() -> None:
+    calm = record(steps=(step(1, wait_seconds=0.01),), sessions=(session("mac-1", idle_seconds=0.01),))
+    assert summarise(calm).idle_reason == ""
+
+
+def test_failed_evaluation_is_not_the_end() -> None:
+    broken = evaluation(3, 0.0, num_questions=0)
+    assert summarise(record(evaluations=(evaluation(0, 0.3), evaluation(2, 0.8), broken))).pass_at_1.end == 0.8
+
+
+def test_versions_do_not_count_the_base() -> None:
+    assert summarise(record(versions=(version(0),), version=0)).versions == 0
+
+
+# R, binom::binom.confint(x, n, methods = "wilson") to four digits.
+@pytest.mark.parametrize(("rate", "count", "low", "high"), [(0.5, 10, 0.2366, 0.7634), (0.0, 10, 0.0, 0.2775), (0.81, 100, 0.7222, 0.8749)])
+def test_wilson_interval(rate: float, count: int, low: float, high: float) -> None:
+    found = wilson_95(rate, count)
+    assert found == pytest.approx((low, high), abs=6e-5)
+    assert all(map(math.isfinite, found))
