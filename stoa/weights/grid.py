@@ -21,8 +21,9 @@ Codes = NDArray[np.uint8]
 Bits16 = NDArray[np.uint16]
 
 HEADROOM: Final = 1
-"""Free code steps below the smallest and above the largest weight the grid was made from."""
-_STEPS: Final = np.float32(255 - 2 * HEADROOM)
+"""Free code steps below the smallest and above the largest weight the grid was made from; bf16 rounding of scale and bias
+may eat up to one more, hence the 2 below."""
+_STEPS: Final = np.float32(255 - 2 * HEADROOM - 2)
 _SMALLEST_SCALE: Final = np.float32(2.0**-126)
 _BLOCK_GROUPS: Final = 16384
 _ONE_BITS: Final = 0x3F80
@@ -63,8 +64,9 @@ def bf16_values(bits: Bits16) -> Floats:
 def make_grid(weights: Floats) -> tuple[Bits16, Bits16]:
     """Scales and biases (bf16 bits) of the grid of `weights`.
 
-    scale = bf16((max - min) / 253), bias = bf16(min - scale), both from the group's float32 extremes; the bias uses the
-    rounded scale. A constant group (scale below 2^-126) has scale 1 and bias bf16(value).
+    scale = bf16((max - min) / 251), bias = bf16(min - scale), both from the group's float32 extremes; the bias uses the
+    rounded scale. That fits weights around zero; of a group whose offset is hundreds of times its range the bias cannot
+    be rounded to bf16 without clipping, and `Scan.num_clipped` says so. A constant group (scale below 2^-126) has scale 1 and bias bf16(value).
 
     Args:
         weights: float32 [.., cols], cols a multiple of 64.
