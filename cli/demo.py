@@ -226,6 +226,7 @@ class _Watch:
             self._restart_the_dead(progress)
             try:
                 record = self._collector.collect()
+                ended = record.state in _ENDED and not self._control.is_running(self._config.run)
             except ServiceError as problem:
                 self._fail_if_server_died(problem)
                 continue
@@ -234,7 +235,7 @@ class _Watch:
             if time.monotonic() >= next_metrics:
                 write_metrics(record, self._options.out / "metrics.jsonl")
                 next_metrics = time.monotonic() + METRICS_SECONDS
-            if record.state in _ENDED and not self._control.is_running(self._config.run):
+            if ended:
                 self._end_reason = self._control.result(self._config.run).end_reason
                 return
             if time.monotonic() > deadline:

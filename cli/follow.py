@@ -15,6 +15,7 @@ from cli.report.collect import Collector
 from cli.report.record import RunRecord
 from cli.temporal import Control
 from stoa.bucket.run_document import RunDocument, read_run
+from stoa.bucket.store import Store
 from stoa.config.load import load_run
 from stoa.config.run import RunConfig
 
@@ -27,6 +28,7 @@ class Found:
 
     config: RunConfig
     document: RunDocument
+    store: Store
     control: Control
     collector: Collector
 
@@ -41,7 +43,7 @@ def find_run(run: str, config: Path | None, *, temporal: bool = True) -> Iterato
     store = open_store(settings)
     document = read_run(store, run)
     with Control(settings.temporal) as control:
-        yield Found(settings, document, control, Collector(document, store, control if temporal else None))
+        yield Found(settings, document, store, control, Collector(document, store, control if temporal else None))
 
 
 def follow(found: Found, max_steps: int, ui_url: str = "") -> RunRecord:

@@ -50,7 +50,8 @@ def run(
         say.talk(f"stop      `stoa stop {settings.run}`; report: `stoa report {settings.run}`")
         if detach:
             return Exit.DONE
-        found = Found(settings, launched.document, control, Collector(launched.document, open_store(settings), control))
+        store = open_store(settings)
+        found = Found(settings, launched.document, store, control, Collector(launched.document, store, control))
         record = follow(found, stop.max_steps)
         result = control.result(settings.run)
         say.talk(f"run {settings.run} ended at step {result.step}, version {result.version}: {result.end_reason}")

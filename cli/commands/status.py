@@ -2,9 +2,13 @@
 
 import json
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from cli import say
 from cli.arguments import AsJson, RunArgument, Servers
+
+if TYPE_CHECKING:
+    from cli.report.record import RunRecord
 
 
 def status(run: RunArgument, /, *, config: Servers = None, as_json: AsJson = False) -> None:
@@ -15,9 +19,25 @@ def status(run: RunArgument, /, *, config: Servers = None, as_json: AsJson = Fal
     from cli.live.progress import block
 
     with find_run(run, config) as found:
-        now = found.control.status(run)
         record = found.collector.collect()
     if as_json:
-        say.data(json.dumps({**asdict(now), "macs": [asdict(session) for session in record.sessions]}, indent=2))
+        say.data(json.dumps(facts(record), indent=2))
         return
     Console(highlight=False).print(block(record, found.document.config.stop.max_steps, ""))
+
+
+def facts(record: "RunRecord") -> dict[str, object]:
+    """What `--json` prints."""
+    last = record.evaluations[-1] if record.evaluations else None
+    return {
+        "run": record.facts.run,
+        "state": record.state,
+        "waiting_for": record.waiting_for,
+        "end_reason": record.end_reason,
+        "version": record.version,
+        "step": max(record.step, record.live_step),
+        "seconds": round(record.seconds, 1),
+        "pass_at_1": last.pass_at_1 if last is not None else None,
+        "search_rate": last.search_rate if last is not None else None,
+        "macs": [asdict(session) for session in record.sessions],
+    }

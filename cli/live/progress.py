@@ -72,8 +72,8 @@ class Progress:
             self._told_version = record.version
             lines.append(f"{_clock(record)}{version_line(record, self._max_steps)}")
         for result in record.evaluations:
-            if result.key not in self._told_evaluations:
-                self._told_evaluations.add(result.key)
+            if result.evaluation not in self._told_evaluations:
+                self._told_evaluations.add(result.evaluation)
                 low, high = result.interval_95
                 lines.append(
                     f"{_clock(record)}held-out at version {result.version}: pass@1 {result.pass_at_1:.3f} ({low:.3f} to {high:.3f}), "

@@ -50,6 +50,7 @@ class Collector:
         self._head: Head | None = None
         self._seen_versions = -1
         self._status: RunStatus | None = None
+        self._silence = ""
 
     def collect(self, *, everything: bool = False) -> RunRecord:
         """The run up to now; `everything` also counts the objects of the bucket, which lists all of them."""
@@ -121,9 +122,10 @@ class Collector:
                 self._sessions[session.host] = session
             if not self._early and self._head is not None and self._head.version >= STEADY_FROM_VERSION:
                 self._early = tuple(self._sessions.values())
-        except (ServiceError, RunMissingError):
+            self._silence = ""
+        except (ServiceError, RunMissingError) as problem:
             # The view must live on while Temporal or the control process starts again; the last answers stand.
-            return
+            self._silence = problem.message
 
     def _count_objects(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         sizes: Counter[str] = Counter()
@@ -149,7 +151,7 @@ class Collector:
         return RunRecord(
             facts=facts,
             state=state,
-            waiting_for=status.waiting_for if status is not None else "",
+            waiting_for=self._silence or (status.waiting_for if status is not None else ""),
             end_reason=status.end_reason if status is not None else "",
             started_at=started_at,
             ended_at=ended_at,

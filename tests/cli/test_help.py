@@ -1,0 +1,66 @@
+"""`stoa --help` is quick and loads nothing heavy; every command answers to --help and says what it is."""
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cli.main import _COMMANDS, build
+
+HEAVY = ("pydantic", "numpy", "temporalio", "boto3", "matplotlib", "torch", "mlx", "megatron", "worker_mac", "trainer_gpu", "workflows")
+NAMES = [name for commands in _COMMANDS.values() for name in commands]
+
+
+def stoa(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "cli.main", *arguments], capture_output=True, text=True, timeout=50)
+
+
+def test_help_loads_no_heavy_module() -> None:
+    code = (
+        "import sys; from cli.main import run; run(['--help']);"
+        f"print([m for m in {HEAVY!r} if any(n == m or n.startswith(m + '.') for n in sys.modules)], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.stderr.strip() == "[]"
+    assert all(name in done.stdout for name in NAMES)
+
+
+def test_help_answers_within_half_a_second_best_of_five() -> None:
+    times: list[float] = []
+    for _ in range(5):
+        began = time.perf_counter()
+        assert stoa("--help").returncode == 0
+        times.append(time.perf_counter() - began)
+    assert min(times) <= 0.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_command_has_help_that_begins_like_its_line_in_the_list(name: str) -> None:
+    done = stoa(name, "--help")
+    assert done.returncode == 0
+    assert "Usage: stoa " + name in done.stdout
+    words = next(commands[name] for commands in _COMMANDS.values() if name in commands)
+    first = re.split(r"[,.:;]", words)[0].split()[0]
+    assert first in done.stdout
+
+
+@pytest.mark.parametrize(("given", "meant"), [("dmeo", "demo"), ("statsu", "status")])
+def test_mistyped_command_is_wrong_use_and_names_the_nearest(given: str, meant: str) -> None:
+    done = stoa(given)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert meant in done.stderr.splitlines()[0]
+
+
+def test_mistyped_flag_names_the_nearest() -> None:
+    done = stoa("demo", "--worker", "2")
+    assert done.returncode == 2
+    assert "--workers" in done.stderr
+
+
+def test_set_takes_one_value_so_that_a_file_may_follow() -> None:
+    _, bound, _ = build()["run"].parse_args(["--set", "a=1", "--set", "b=2", "x.toml"], exit_on_error=False, print_error=False)
+    assert [str(value) for value in bound.args] == ["x.toml"]
+    assert bound.kwargs["sets"] == ("a=1", "b=2")

@@ -1,0 +1,56 @@
+"""The live view: plain lines in a pipe, once each; one block on a terminal."""
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from cli.live.progress import Progress, block, curve
+from tests.unit.cli.records import evaluation, record, session, version
+
+
+def lines_of(*records: object) -> list[str]:
+    stream = io.StringIO()
+    with Progress(96, console=Console(file=stream, width=200, highlight=False)) as progress:
+        for each in records:
+            progress.show(each)  # type: ignore[arg-type]
+    return stream.getvalue().splitlines()
+
+
+def test_pipe_gets_each_fact_once() -> None:
+    lines = lines_of(record(), record(), record())
+    assert len(lines) == len(set(lines)) == 1 + 2 + 1 + 2
+    assert sum("version 2  step 4/96" in line for line in lines) == 1
+
+
+def test_version_line_has_steps_reward_search_bytes_and_fleet() -> None:
+    line = next(line for line in lines_of(record()) if "version 2  " in line)
+    for part in ("step 4/96", "reward 0.25", "search 0.50", "delta 2.0 kB", "Macs 2", "down 90.0 kB", "up 1.0 kB"):
+        assert part in line
+
+
+def test_evaluation_line_has_the_interval() -> None:
+    result = replace(evaluation(4, 0.5), key="k", interval_95=(0.4, 0.6))
+    assert any(
+        "pass@1 0.500 (0.400 to 0.600), search rate 0.500, 100 questions" in line for line in lines_of(record(evaluations=(result,)))
+    )
+
+
+def test_mac_that_goes_away_is_told_with_its_reason() -> None:
+    away = record(sessions=(session("mac-1", state="away", reason="no heartbeat"), session("mac-2")))
+    lines = lines_of(record(), away)
+    assert lines[-1].endswith("mac-1 is away: no heartbeat")
+
+
+def test_terminal_block_shows_what_is_waited_for() -> None:
+    stream = io.StringIO()
+    now = record(state="running", waiting_for="step 5: waiting for groups", live_step=6, versions=(version(0), version(1), version(2)))
+    Console(file=stream, width=160, force_terminal=True, color_system=None).print(block(now, 96, "http://127.0.0.1:1"))
+    text = stream.getvalue()
+    for part in ("step 5: waiting for groups", "step 6/96", "version 2", "mac-1", "2000", "http://127.0.0.1:1", "delta 2.0 kB of 40.0 kB"):
+        assert part in text
+
+
+def test_curve_grows_with_reward_and_stays_in_bounds() -> None:
+    assert curve([0.0, 0.5, 1.0, 2.0, -1.0]) == " +@@ "
+    assert len(curve([0.1] * 500)) == 48
