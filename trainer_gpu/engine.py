@@ -100,6 +100,10 @@ class TrainerEngine:
         self._grants = GrantBook(handle.store, handle.run)
         handle.store.on_retry = self._on_retry
 
+    def prepare(self) -> None:
+        """Build the policy ahead of the first acquire: it takes seconds. From any thread, before the first call."""
+        self._policy = self._policy or self._new_policy()
+
     def acquire(self, request: AcquireRequest, attempt: int, progress: Progress) -> Acquired:
         """See `ports.PolicyTrainer`. The weights are those of the checkpoint in HEAD, or the base checkpoint's.
 
@@ -382,11 +386,12 @@ class TrainerEngine:
         """The policy, built at first use: that takes seconds and must not hold up the process's start."""
         if self._policy is None:
             progress.report("building the model")
-            handle = self._handle
-            self._policy = Policy(
-                handle.model_folder, handle.config.learning, seed=handle.config.seed, layout_id=handle.document.layout_id
-            )
+            self._policy = self._new_policy()
         return self._policy
+
+    def _new_policy(self) -> Policy:
+        handle, config = self._handle, self._handle.config
+        return Policy(handle.model_folder, config.learning, seed=config.seed, layout_id=handle.document.layout_id)
 
     def _held(self, token: int) -> _Lease:
         if self._lease is None or self._lease.token != token:

@@ -8,9 +8,9 @@ Shapes: T sampled tokens.
 """
 
 import torch
-from stoa.learning.gate import DUAL_CLIP, KL_EPSILON, MAX_LOG_RATIO, PPO_CLIP
 
 from stoa.config.run import Gate
+from stoa.learning.gate import DUAL_CLIP, KL_EPSILON, MAX_LOG_RATIO, PPO_CLIP
 
 
 def keep_mask(log_pi: torch.Tensor, log_mu: torch.Tensor, advantages: torch.Tensor, gate: Gate) -> torch.Tensor:

@@ -1,0 +1,121 @@
+"""A trainer against a real bucket: one version, a death, a successor, and a lineage without repeats."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from stoa.bucket import keys
+from stoa.bucket.steps import lineage, read_step
+from stoa.bucket.store import Store
+from stoa.contracts.errors import FencedError, LostStateError, UsageError
+from stoa.contracts.messages import AcquireRequest, CheckpointRequest, PublishRequest, StepRequest
+from tests.unit.trainer_gpu.runs import Reports, config_of, head_of, ship_sweep, start_run
+from trainer_gpu.engine import TrainerEngine, next_token
+from trainer_gpu.policy import Policy
+from trainer_gpu.run_handle import RunHandle
+
+
+@pytest.fixture
+def handle(store: Store) -> RunHandle:
+    return start_run(store, config_of(store, groups_per_step=4))
+
+
+@pytest.fixture
+def engines(handle: RunHandle) -> Iterator[list[TrainerEngine]]:
+    made = [TrainerEngine(handle), TrainerEngine(handle)]
+    yield made
+    for engine in made:
+        engine.close()
+
+
+def policy_of(engine: TrainerEngine) -> Policy:
+    engine.prepare()
+    assert engine._policy is not None
+    return engine._policy
+
+
+@pytest.mark.loop
+@pytest.mark.timeout(200)
+def test_successor_resumes_from_head_and_no_group_is_trained_on_twice(handle: RunHandle, engines: list[TrainerEngine]) -> None:
+    first, second = engines
+    progress = Reports()
+    questions = list(handle.environment.question_ids("train"))
+    acquired = first.acquire(AcquireRequest("test", 1), 1, progress)
+    assert (acquired.token, acquired.step, acquired.version) == (1001, 0, 0)
+    head = head_of(handle)
+    assert (head.epoch, head.version, head.step, head.checkpoint_key) == (1001, 0, 0, "")
+
+    shipped = ship_sweep(handle, policy_of(first), questions[:20], host="mac-a", sweep=0, seed=1)
+    for step in (1, 2):
+        done = first.train_step(StepRequest("test", 1001, step), progress)
+        assert (done.status, done.num_groups) == ("done", 4)
+    again = first.train_step(StepRequest("test", 1001, 2), progress)
+    assert again == done
+    published = first.publish(PublishRequest("test", 1001, 2, anchor=False, checkpoint=True), progress)
+    assert published.version == 1
+    assert 0 < published.delta_bytes < 400_000
+    head = head_of(handle)
+    assert (head.version, head.step, head.epoch) == (1, 2, 1001)
+    assert head.checkpoint_key.startswith(keys.checkpoints_prefix("test"))
+    at_publish = {name: t.clone() for name, t in policy_of(first).state().items()}
+
+    # One more step that HEAD never names: its groups must come back.
+    ship_sweep(handle, policy_of(first), questions[20:40], host="mac-a", sweep=1, seed=2)
+    lost = first.train_step(StepRequest("test", 1001, 3), progress)
+    assert lost.status == "done"
+
+    resumed = second.acquire(AcquireRequest("test", 2), 1, progress)
+    assert (resumed.token, resumed.step, resumed.version) == (2001, 2, 2)
+    for name, tensor in policy_of(second).state().items():
+        assert torch.equal(tensor, at_publish[name]), name
+
+    with pytest.raises(FencedError):
+        first.publish(PublishRequest("test", 1001, 3, anchor=False, checkpoint=True), progress)
+    with pytest.raises(LostStateError):
+        first.train_step(StepRequest("test", 1001, 4), progress)
+    with pytest.raises(LostStateError):
+        second.train_step(StepRequest("test", 2001, 4), progress)
+
+    redone = second.train_step(StepRequest("test", 2001, 3), progress)
+    assert redone.status == "done"
+    saved = second.checkpoint(CheckpointRequest("test", 2001, 3), progress)
+    head = head_of(handle)
+    assert (head.step, head.version, head.checkpoint_key) == (3, 2, saved.key)
+    steps = list(lineage(handle.store, head))
+    assert [(m.step, m.epoch) for m in steps] == [(3, 2001), (2, 1001), (1, 1001)]
+    consumed = [key for m in steps for key in m.consumed]
+    assert len(consumed) == len(set(consumed)) == 12
+    # The lost step's groups were given back and trained on by the successor.
+    assert set(read_step(handle.store, "test", lost.manifest_key).consumed) & set(steps[0].consumed)
+    assert set(steps[1].consumed) | set(steps[2].consumed) <= set(shipped)
+    settled = set(consumed) | {d.key for m in steps for d in m.dropped}
+    newest_consumed = max(consumed)
+    assert all(key in settled for key in shipped if key < newest_consumed)
+
+
+@pytest.mark.loop
+def test_starved_step_says_why_and_reports_while_it_waits(store: Store) -> None:
+    progress = Reports()
+    engine = TrainerEngine(start_run(store, config_of(store, groups_per_step=4, starved_seconds=1.0)))
+    token = engine.acquire(AcquireRequest("test", 1), 1, progress).token
+    result = engine.train_step(StepRequest("test", token, 1), progress)
+    assert (result.status, result.step) == ("starved", 1)
+    assert "0 of 4 groups" in result.reason
+    assert any("waiting for groups" in seen for seen in progress.seen)
+    progress.stopping = True
+    assert engine.train_step(StepRequest("test", token, 1), progress).status == "stopped"
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("lease", "attempt", "epoch", "token"),
+    [(1, 1, 0, 1001), (1, 2, 1001, 2002), (3, 1, 1001, 3001), (1, 1, 7004, 8001), (8, 5, 7004, 8005)],
+)
+def test_token_is_above_every_one_before_it(lease: int, attempt: int, epoch: int, token: int) -> None:
+    assert next_token(lease, attempt, epoch) == token > epoch
+
+
+def test_thousandth_attempt_is_refused() -> None:
+    with pytest.raises(UsageError):
+        next_token(1, 1000, 0)
