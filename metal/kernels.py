@@ -7,6 +7,7 @@ and a `Switch` between the two. A kernel that a start-up self-test finds to disa
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 import structlog
@@ -30,9 +31,10 @@ class Kernel:
 
     @cached_property
     def _compiled(self) -> Callable[..., list[mx.array]]:
-        return mx.fast.metal_kernel(
+        made: object = mx.fast.metal_kernel(
             name=f"stoa_{self.name}", input_names=self._inputs, output_names=self._outputs, source=self.source
         )
+        return cast(Callable[..., list[mx.array]], made)
 
     def __call__(
         self,

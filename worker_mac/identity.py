@@ -6,6 +6,7 @@ drops when the process ends, however it ends.
 
 import fcntl
 import secrets
+from importlib import metadata
 from pathlib import Path
 
 from stoa.contracts.errors import ConfigError, WorkerLockedError
@@ -62,3 +63,11 @@ def pinned_key(run_folder: Path) -> str | None:
 def pin_key(run_folder: Path, public_key: str) -> None:
     """Trust this key for the run from now on."""
     (run_folder / "public_key").write_text(f"{public_key}\n", "ascii")
+
+
+def project_version() -> str:
+    """Version of the installed project; "source" where it runs from its folder."""
+    try:
+        return metadata.version("stoa")
+    except metadata.PackageNotFoundError:
+        return "source"

@@ -108,12 +108,12 @@ class Feed:
 
 
 def linear(x: mx.array, weight: Int8) -> mx.array:
-    """x [.., in] times an int8 matrix [out, in], transposed: [.., out] in the type of x."""
+    """X [.., in] times an int8 matrix [out, in], transposed: [.., out] in the type of x."""
     return mx.quantized_matmul(x, *weight, transpose=True, group_size=GROUP_SIZE, bits=BITS)
 
 
 def silu(x: mx.array) -> mx.array:
-    """x * sigmoid(x)."""
+    """X * sigmoid(x)."""
     return x * mx.sigmoid(x)
 
 
@@ -143,6 +143,11 @@ class Model:
             config.attention_layers, conv, config.num_kv_heads, config.head_size, config.conv_kernel - 1,
             config.hidden_size, self.dtype,
         )  # fmt: skip
+
+    @property
+    def ops(self) -> str:
+        """"metal" if an own kernel computes a part, "plain" if only MLX's ops do."""
+        return "metal" if self.router is not None and self.router.switch.uses_kernel else "plain"
 
     def new_cache(self, num_rows: int) -> Cache:
         """An empty cache of `num_rows` rows."""
@@ -253,10 +258,9 @@ class Model:
     def _layer(self, index: int) -> LayerWeights:
         path = f"model.layers.{index}"
         if index in self.config.attention_layers:
-            mixer = AttentionWeights(
-                *(self._int8(f"{path}.self_attn.{name}_proj") for name in ("q", "k", "v", "out")),
-                *(self._raw(f"{path}.self_attn.{name}_layernorm") for name in ("q", "k")),
-            )
+            q, k, v, out = (self._int8(f"{path}.self_attn.{name}_proj") for name in ("q", "k", "v", "out"))
+            q_norm, k_norm = (self._raw(f"{path}.self_attn.{name}_layernorm") for name in ("q", "k"))
+            mixer = AttentionWeights(q, k, v, out, q_norm, k_norm)
         else:
             into, out = (self._int8(f"{path}.conv.{name}_proj") for name in ("in", "out"))
             mixer = ConvWeights(into, out, self._raw(f"{path}.conv.conv"))

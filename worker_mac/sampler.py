@@ -57,4 +57,5 @@ def draw(logits: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
     passed_RV = cumulative_RV > uniform[:, None] * cumulative_RV[:, -1:]
     tokens_R1 = mx.argmax(passed_RV, axis=-1, keepdims=True)
     logprobs_R = mx.take_along_axis(logprobs_RV, tokens_R1, axis=-1)[:, 0]
-    return tokens_R1[:, 0].astype(mx.int32), logprobs_R
+    # Rounding may put a near-certain token a hair above 0, which no probability is.
+    return tokens_R1[:, 0].astype(mx.int32), mx.minimum(logprobs_R, 0.0)

@@ -68,6 +68,24 @@ class Played:
     num_prompt_tokens: int
     reward_sum: float
     num_steps: int
+    seconds: float
+
+    def plus(self, other: "Played") -> "Played":
+        """Both, one after the other."""
+        return Played(
+            self.ended and other.ended,
+            self.num_episodes + other.num_episodes,
+            self.num_lost + other.num_lost,
+            self.num_sampled_tokens + other.num_sampled_tokens,
+            self.num_prompt_tokens + other.num_prompt_tokens,
+            self.reward_sum + other.reward_sum,
+            self.num_steps + other.num_steps,
+            self.seconds + other.seconds,
+        )
+
+
+NOTHING_PLAYED: Final = Played(True, 0, 0, 0, 0, 0.0, 0, 0.0)
+OnGroup = Callable[[int, list[Episode]], None]
 
 
 @dataclass(slots=True)
@@ -88,7 +106,7 @@ class Sweep:
         rows: Rows,
         environment: Environment,
         castings: Sequence[Casting],
-        on_group: Callable[[int, list[Episode]], None],
+        on_group: OnGroup,
     ) -> None:
         self._batch, self._environment, self._on_group = rows, environment, on_group
         limits = environment.limits
@@ -124,8 +142,9 @@ class Sweep:
             if on_step is not None:
                 on_step(self._num_done, self._num_sampled)
         return Played(
-            ended, self._num_done, self._num_lost, self._num_sampled, self._num_prompt, self._reward_sum, self._num_steps
-        )
+            ended, self._num_done, self._num_lost, self._num_sampled, self._num_prompt, self._reward_sum, self._num_steps,
+            time.monotonic() - self._began,
+        )  # fmt: skip
 
     def _begin(self) -> None:
         """Feed each distinct question once; its episodes start from copies."""

@@ -53,7 +53,7 @@ class Spool:
         """Forget an object."""
         self._path(key).unlink(missing_ok=True)
 
-    def keys(self) -> list[str]:
+    def held(self) -> list[str]:
         """Keys of all objects, oldest first."""
         with os.scandir(self._folder) as entries:
             files = [(entry.stat().st_mtime_ns, entry.name) for entry in entries if not entry.name.endswith(_PART)]
@@ -82,7 +82,7 @@ class Uploader:
     def recover(self, wanted: Callable[[str], bool]) -> int:
         """Queue what an earlier process left in the spool; what is not wanted any more is dropped. Returns how many."""
         kept = 0
-        for key in self._spool.keys():
+        for key in self._spool.held():
             if wanted(key):
                 self._enqueue(key)
                 kept += 1
@@ -97,6 +97,11 @@ class Uploader:
             raise TypeError(f"the uploader takes bytes, not {type(data).__name__}")
         self._spool.add(key, data)
         self._enqueue(key)
+
+    def pending(self) -> list[str]:
+        """Keys that are not in the bucket yet."""
+        with self._changed:
+            return list(self._queue)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until nothing is left to send; False if something still is. Raises what made an object undeliverable."""

@@ -46,7 +46,7 @@ class LiveWeights:
         view, array = self.state.arrays[name].reshape(-1), self.arrays[name].reshape(-1)
         before = int(view[0])
         view[0] = before ^ 0xFF
-        seen = int(array[0].item()) & 0xFF
+        seen = int(np.array(array[:1])[0]) & 0xFF
         view[0] = before
         if seen != before ^ 0xFF:
             raise WeightsError(
@@ -64,7 +64,7 @@ def adopt(spec: ArraySpec, values: NDArray[np.generic]) -> tuple[mx.array, NDArr
         packed = mx.array(flat.view("<u4"))
         mx.eval(packed)
         return packed, np.array(packed, copy=False).view(np.uint8)
-    held = mx.array(flat)
+    held = mx.array(flat)  # pyright: ignore[reportArgumentType] - uint16 or float32 by the layout
     array = held.view(mx.bfloat16) if spec.dtype == "bfloat16" else held
     mx.eval(held, array)
     return array, np.array(held, copy=False)

@@ -1,0 +1,166 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from stoa.rollouts.records import Episode, Fingerprint, Group
+from stoa.rollouts.shard import decode_group, encode_group
+
+from tests.unit.worker_mac.policies import TINY, model_of, random_state
+from tests.unit.worker_mac.reference import logprobs as reference_logprobs
+from tests.unit.worker_mac.tasks import Dialogue, ScriptedRows
+from worker_mac.decoder import Decoder
+from worker_mac.sampler import seed_of
+from worker_mac.sweep import Casting, Played, Sweep
+
+STATE = random_state(TINY, spread=0.08)
+MODEL = model_of(TINY, STATE)
+GROUPS = [Casting(group, str(group), seed_of("sweep", group, episode)) for group in range(8) for episode in range(8)]
+
+
+def play(rows: object, environment: Dialogue, castings: list[Casting]) -> tuple[Played, dict[int, list[Episode]]]:
+    found: dict[int, list[Episode]] = {}
+    played = Sweep(rows, environment, castings, found.__setitem__).play()
+    return played, found
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[Played, dict[int, list[Episode]]]:
+    return play(Decoder(MODEL), Dialogue(), GROUPS)
+
+
+def test_every_group_comes_whole_and_counts_are_honest(whole: tuple[Played, dict[int, list[Episode]]]) -> None:
+    played, found = whole
+    episodes = [episode for group in found.values() for episode in group]
+    assert sorted(found) == list(range(8))
+    assert [len(group) for group in found.values()] == [8] * 8
+    assert played.ended
+    assert (played.num_episodes, played.num_lost) == (64, 0)
+    assert played.num_sampled_tokens == sum(int(episode.mask.sum()) for episode in episodes)
+    assert played.reward_sum == sum(episode.reward for episode in episodes)
+    # Each distinct prompt is fed once, all but its last token; then what follows a sampled token on a new turn.
+    prompts = sum(6 + number - 1 for number in range(8))
+    assert played.num_prompt_tokens == prompts + sum(3 * (len(episode.turns) - 1) for episode in episodes)
+    assert len({len(episode.turns) for episode in episodes}) > 1
+
+
+def test_episodes_are_prefixes_of_themselves_and_marked_where_sampled(whole: tuple[Played, dict[int, list[Episode]]]) -> None:
+    environment = Dialogue()
+    for group, episodes in whole[1].items():
+        for episode in episodes:
+            ids, marks, sampled = list(environment.prompt_ids(str(group))), [], []
+            marks += [0] * len(ids)
+            for number, turn in enumerate(episode.turns):
+                assert turn.start == len(ids)
+                sampled.append(tuple(episode.ids[turn.start : turn.end].tolist()))
+                ids += sampled[-1]
+                marks += [1] * len(sampled[-1])
+                assert turn.stopped == (sampled[-1][-1] in environment.stop_ids)
+                assert not set(sampled[-1][:-1]) & environment.stop_ids
+                reply = environment.reply(str(group), sampled)
+                assert reply.done == (number == len(episode.turns) - 1)
+                ids += reply.ids
+                marks += [0] * len(reply.ids)
+            assert episode.ids.tolist() == ids
+            assert episode.mask.tolist() == marks
+            assert len(episode.logprobs) == sum(marks)
+            assert episode.reward == environment.score(str(group), sampled).reward
+            assert episode.stop_reason == ("answered" if episode.turns[-1].stopped else "malformed")
+
+
+def test_an_episode_alone_is_the_same_as_in_a_batch_of_64(whole: tuple[Played, dict[int, list[Episode]]]) -> None:
+    for index in (0, 9, 27, 38, 63):
+        _, alone = play(Decoder(MODEL, feed_tokens=3), Dialogue(), [GROUPS[index]])
+        (found,), wanted = alone[index // 8], whole[1][index // 8][index % 8]
+        np.testing.assert_array_equal(found.ids, wanted.ids)
+        np.testing.assert_array_equal(found.logprobs, wanted.logprobs)
+        assert found.turns == wanted.turns
+
+
+def test_logprobs_are_those_of_a_float64_forward_over_the_whole_episode(whole: tuple[Played, dict[int, list[Episode]]]) -> None:
+    for episode in (whole[1][0][0], whole[1][3][5], whole[1][7][7]):
+        wanted = reference_logprobs(TINY, STATE, episode.ids)
+        places = np.flatnonzero(episode.mask)
+        assert np.abs(episode.logprobs - wanted[places - 1, episode.ids[places]]).max() < 1e-4
+
+
+def test_a_group_survives_its_way_through_bytes(whole: tuple[Played, dict[int, list[Episode]]]) -> None:
+    group = Group("demo", "mac-1", 4, 2, "train", "2", 7, "ab" * 32, 1.0, 11, tuple(whole[1][2]), Fingerprint("mlx", "0"))
+    back = decode_group(encode_group(group))
+    assert replace(back, episodes=()) == replace(group, episodes=())
+    for one, other in zip(back.episodes, group.episodes, strict=True):
+        np.testing.assert_array_equal(one.ids, other.ids)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        assert (one.turns, one.reward, one.reward_parts) == (other.turns, other.reward, other.reward_parts)
+
+
+def countdown(length_of: dict[int, int]) -> ScriptedRows:
+    """Rows of one-turn episodes: the prompt's first id says after how many tokens the stop id 0 comes."""
+    return ScriptedRows(lambda fed: 0 if len(fed) >= length_of[fed[0]] else 77)
+
+
+def first_id(question: int) -> int:
+    return Dialogue().prompt_ids(str(question))[0]
+
+
+def test_groups_are_handed_over_while_one_episode_is_held_open() -> None:
+    # Question 0's episodes take 110 tokens, all others 10 to 17.
+    rows = countdown({first_id(q): 116 if q == 0 else 16 + q for q in range(8)})
+    handed: list[tuple[int, int]] = []
+    environment = Dialogue(num_turns=1, max_turn_tokens=120, stop_ids=frozenset({0}))
+    sweep = Sweep(rows, environment, GROUPS, lambda group, _: handed.append((group, len(rows.steps))))
+    assert sweep.play().ended
+    assert [group for group, _ in handed] == [1, 2, 3, 4, 5, 6, 7, 0]
+    assert handed[6][1] <= 12
+    assert handed[7][1] == 111
+
+
+def test_ended_rows_leave_the_batch() -> None:
+    rows = countdown({first_id(q): 60 if q == 0 else 16 for q in range(8)})
+    play(rows, Dialogue(num_turns=1, max_turn_tokens=100, stop_ids=frozenset({0})), GROUPS)
+    assert rows.steps[0] == 64
+    assert rows.steps[-1] == 8
+    assert len(rows.fed) == 8
+
+
+def test_a_turn_without_its_stop_ends_at_the_turn_limit() -> None:
+    rows = ScriptedRows(lambda fed: 77)
+    _, found = play(rows, Dialogue(), GROUPS[:1])
+    (episode,) = found[0]
+    assert [(turn.start, turn.end, turn.stopped) for turn in episode.turns] == [(6, 18, False)]
+    assert episode.stop_reason == "malformed"
+
+
+def test_an_episode_that_would_outgrow_its_limit_stops_for_tokens() -> None:
+    # The stop id is the 126th of at most 128 ids, so the three ids of the reply have no room.
+    rows = ScriptedRows(lambda fed: 0 if len(fed) == 125 else 77)
+    _, found = play(rows, Dialogue(max_turn_tokens=130, stop_ids=frozenset({0})), GROUPS[:1])
+    (episode,) = found[0]
+    assert (episode.stop_reason, len(episode.ids), len(episode.turns)) == ("token_limit", 126, 1)
+
+
+def test_an_environment_that_never_ends_meets_the_turn_limit() -> None:
+    _, found = play(ScriptedRows(lambda fed: 0), Dialogue(num_turns=99), GROUPS[:1])
+    (episode,) = found[0]
+    assert (episode.stop_reason, len(episode.turns)) == ("turn_limit", 4)
+
+
+def test_an_episode_lost_to_infrastructure_is_no_sample() -> None:
+    environment = Dialogue()
+    environment.faults = {"3"}
+    played, found = play(Decoder(MODEL), environment, GROUPS)
+    assert (played.num_episodes, played.num_lost) == (64, 8)
+    assert found[3] == []
+    assert all(len(found[group]) == 8 for group in range(8) if group != 3)
+
+
+def test_a_sweep_that_is_broken_off_hands_over_only_whole_groups() -> None:
+    rows = countdown({first_id(q): 116 if q == 0 else 16 for q in range(8)})
+    found: dict[int, list[Episode]] = {}
+    environment = Dialogue(num_turns=1, max_turn_tokens=120, stop_ids=frozenset({0}))
+    played = Sweep(rows, environment, GROUPS, found.__setitem__).play(lambda: len(rows.steps) >= 50)
+    assert not played.ended
+    assert sorted(found) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_nothing_to_play_ends_at_once() -> None:
+    assert play(ScriptedRows(lambda fed: 0), Dialogue(), []) == (Played(True, 0, 0, 0, 0, 0.0, 0, pytest.approx(0, abs=1)), {})

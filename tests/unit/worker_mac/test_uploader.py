@@ -1,0 +1,146 @@
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from stoa.contracts.errors import AccessDeniedError, ObjectExistsError, ServiceUnavailableError, StoaError
+
+from worker_mac.uploader import Spool, Uploader
+
+
+class Target:
+    """A bucket in memory that can be away."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.fault: StoaError | None = None
+        self.tries = 0
+        self.open = threading.Event()
+        self.open.set()
+
+    def create(self, key: str, data: bytes, *, kind: str = "") -> str:
+        self.open.wait(20)
+        self.tries += 1
+        if self.fault is not None:
+            raise self.fault
+        if self.objects.setdefault(key, data) != data:
+            raise ObjectExistsError(key)
+        return "etag"
+
+
+def test_objects_arrive_in_order_and_leave_the_spool(tmp_path: Path) -> None:
+    target, spool = Target(), Spool(tmp_path)
+    uploader = Uploader(target, spool)
+    for index in range(5):
+        uploader.put(f"runs/r/groups/{index}", bytes([index]) * 10)
+    assert uploader.wait(10)
+    uploader.close()
+    assert list(target.objects.items()) == [(f"runs/r/groups/{index}", bytes([index]) * 10) for index in range(5)]
+    assert spool.held() == []
+    assert (uploader.num_sent, uploader.bytes_sent) == (5, 50)
+
+
+def test_an_object_is_on_disk_before_it_is_sent(tmp_path: Path) -> None:
+    target = Target()
+    target.open.clear()
+    uploader = Uploader(target, Spool(tmp_path))
+    uploader.put("runs/r/a", b"one")
+    assert Spool(tmp_path).read("runs/r/a") == b"one"
+    assert uploader.pending() == ["runs/r/a"]
+    assert not uploader.wait(0.05)
+    target.open.set()
+    assert uploader.wait(10)
+    uploader.close()
+
+
+def test_an_outage_is_waited_out(tmp_path: Path) -> None:
+    target = Target()
+    target.fault = ServiceUnavailableError("away")
+    uploader = Uploader(target, Spool(tmp_path))
+    uploader.put("runs/r/a", b"one")
+    deadline = time.monotonic() + 10
+    while target.tries < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    target.fault = None
+    assert uploader.wait(10)
+    uploader.close()
+    assert target.objects == {"runs/r/a": b"one"}
+    assert target.tries >= 3
+
+
+def test_a_key_taken_by_other_bytes_is_counted_and_given_up(tmp_path: Path) -> None:
+    target, spool = Target(), Spool(tmp_path)
+    target.objects["runs/r/a"] = b"earlier"
+    uploader = Uploader(target, spool)
+    uploader.put("runs/r/a", b"later")
+    uploader.put("runs/r/b", b"two")
+    assert uploader.wait(10)
+    uploader.close()
+    assert (uploader.num_refused, uploader.num_sent, spool.held()) == (1, 1, [])
+    assert target.objects == {"runs/r/a": b"earlier", "runs/r/b": b"two"}
+
+
+def test_a_refused_key_for_the_bucket_is_told_and_the_object_kept(tmp_path: Path) -> None:
+    target, spool = Target(), Spool(tmp_path)
+    target.fault = AccessDeniedError("no")
+    uploader = Uploader(target, spool)
+    uploader.put("runs/r/a", b"one")
+    with pytest.raises(AccessDeniedError):
+        while uploader.wait(5):
+            time.sleep(0.01)
+    uploader.close()
+    assert spool.held() == ["runs/r/a"]
+
+
+def test_only_bytes_are_taken(tmp_path: Path) -> None:
+    uploader = Uploader(Target(), Spool(tmp_path))
+    with pytest.raises(TypeError, match="bytearray"):
+        uploader.put("runs/r/a", bytearray(b"one"))  # pyright: ignore[reportArgumentType]
+    uploader.close()
+
+
+def test_recovery_sends_what_is_wanted_and_drops_the_rest_and_torn_files(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.add("runs/r/old", b"1")
+    spool.add("runs/r/new", b"2")
+    (tmp_path / "runs%2Fr%2Ftorn.part").write_bytes(b"ha")
+    target = Target()
+    uploader = Uploader(target, Spool(tmp_path))
+    assert uploader.recover(lambda key: key.endswith("new")) == 1
+    assert uploader.wait(10)
+    uploader.close()
+    assert target.objects == {"runs/r/new": b"2"}
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from stoa.contracts.errors import ServiceUnavailableError
+from worker_mac.uploader import Spool, Uploader
+class Away:
+    def create(self, key, data, *, kind=""):
+        raise ServiceUnavailableError("away")
+uploader = Uploader(Away(), Spool(Path(sys.argv[1])))
+for index in range(8):
+    uploader.put(f"runs/r/groups/{index}", bytes([index]) * 100_000)
+print("spooled", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_process_loses_no_object_it_took(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "spooled\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    target = Target()
+    uploader = Uploader(target, Spool(tmp_path))
+    assert uploader.recover(lambda key: True) == 8
+    assert uploader.wait(10)
+    uploader.close()
+    assert target.objects == {f"runs/r/groups/{index}": bytes([index]) * 100_000 for index in range(8)}

@@ -1,0 +1,386 @@
+"""A Mac's engine: one sweep from a request to groups in the bucket. Implements `stoa.contracts.ports.RolloutEngine`.
+
+It puts the parts in order: HEAD, weights, what is missing, the batch, shipping. How a batch is played, weights are
+brought in and bytes are sent is the business of `sweep.py`, `versions.py` and `uploader.py`. All methods run on one
+thread, the only one that touches MLX.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from threading import Event, Thread
+from typing import Final
+
+import mlx.core as mx
+import structlog
+
+from environments.base import Environment
+from stoa.bucket import keys
+from stoa.bucket.head import Head
+from stoa.bucket.run_document import RunDocument
+from stoa.bucket.store import Store
+from stoa.contracts.errors import InfrastructureFaultError, ServiceUnavailableError, StarvedError, StoaError
+from stoa.contracts.messages import SweepRequest, SweepResult, SweepStatus
+from stoa.contracts.ports import Progress
+from stoa.rollouts.records import Episode, Fingerprint, Group, Timings
+from stoa.rollouts.shard import encode_group
+from worker_mac.decoder import Decoder
+from worker_mac.identity import project_version
+from worker_mac.sampler import seed_of
+from worker_mac.sweep import NOTHING_PLAYED, Casting, OnGroup, Played, Sweep
+from worker_mac.uploader import Spool, Uploader
+from worker_mac.versions import Pulled, Served, Versions
+
+_log = structlog.get_logger(__name__)
+
+MLX_CACHE_BYTES: Final = 64 << 20
+"""Buffers MLX may keep for reuse; its default fills a Mac's memory."""
+LONGEST_PAUSE_SECONDS: Final = 30.0
+"""A sweep of a paused run is answered after this long at most, so that its session stays in charge."""
+FIRST_VERSION_SECONDS: Final = 30.0
+"""Longest wait for a version that the request needs."""
+FLUSH_SECONDS: Final = 600.0
+"""Longest wait for the bucket at the end of a sweep; what is not sent by then stays in the spool."""
+GRACE_SECONDS: Final = 15.0
+"""How long a sweep goes on after this process was asked to end."""
+_REPORT_SECONDS: Final = 0.5
+
+
+class _BrokenOffError(Exception):
+    """The sweep ends early, with this status."""
+
+    def __init__(self, status: SweepStatus, reason: str) -> None:
+        super().__init__(reason)
+        self.status: SweepStatus = status
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class _Run:
+    """One sweep in progress."""
+
+    request: SweepRequest
+    served: Served
+    pulled: Pulled
+    idle_seconds: float
+    started_at: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)
+    num_shipped: int = 0
+    keys: tuple[str, ...] = ()
+    broken_off: tuple[SweepStatus, str] | None = None
+    stopping_since: float | None = None
+    reported_at: float = 0.0
+
+
+class MacEngine:
+    """Plays sweeps of one run on one Mac."""
+
+    def __init__(
+        self, store: Store, document: RunDocument, environment: Environment, *, host: str, folder: Path, model_folder: Path
+    ) -> None:
+        """`folder` keeps this run's weights and spool; `model_folder` holds the run's config.json."""
+        self._store, self._config, self._environment = store, document.config, environment
+        self._run, self._host, self._folder = document.run, host, folder
+        model_config = json.loads((model_folder / "config.json").read_text("utf-8"))
+        self._versions = Versions(store, document, model_config, folder / "weights")
+        self._uploader = Uploader(store, Spool(folder / "spool"))
+        self._recovered = False
+        self._ended_at = time.monotonic()
+        self._busy = False
+        self._stopped = False
+        mx.set_cache_limit(MLX_CACHE_BYTES)
+        device = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
+        self._engine, self._build = f"mlx {metadata.version('mlx')} {device} {platform.machine()}", project_version()
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the last sweep ended; 0 while one is played. For any thread."""
+        return 0.0 if self._busy else time.monotonic() - self._ended_at
+
+    @property
+    def run_stopped(self) -> bool:
+        """True once a sweep found that the run has stopped. For any thread."""
+        return self._stopped
+
+    def close(self) -> None:
+        """End the background threads; what was not sent stays in the spool."""
+        self._versions.close()
+        self._uploader.close()
+
+    def sweep(self, request: SweepRequest, progress: Progress) -> SweepResult:
+        """Bring weights up to date, play what is missing of the request in one batch, ship each group as it ends.
+
+        Raises:
+            StarvedError: the version the request needs does not come.
+            ServiceUnavailableError: the bucket is away for longer than the store rides out.
+            WeightsError: weights cannot be had, or this MLX computes wrongly.
+        """
+        idle_seconds, self._busy = time.monotonic() - self._ended_at, True
+        self._store.on_retry = progress.report
+        down_before = self._store.meters.total().bytes_down
+        up_before = self._uploader.bytes_sent
+        try:
+            head = self._await_head(request, progress)
+            self._recover(head)
+            result = self._play_request(request, head, idle_seconds, progress)
+            return replace(
+                result,
+                bytes_up=self._uploader.bytes_sent - up_before,
+                bytes_down=self._store.meters.total().bytes_down - down_before,
+            )
+        except _BrokenOffError as end:
+            self._stopped = self._stopped or end.status == "stopped"
+            return SweepResult(
+                end.status, request.sweep, request.purpose, self._versions.version, idle_seconds=idle_seconds, reason=end.reason
+            )
+        finally:
+            self._ended_at, self._busy = time.monotonic(), False
+            mx.clear_cache()
+
+    def _await_head(self, request: SweepRequest, progress: Progress) -> Head:
+        """HEAD, once the run goes on and has a version that will do. Raises _BrokenOffError, StarvedError."""
+        started = time.monotonic()
+        while True:
+            head = self._versions.head()
+            waited = time.monotonic() - started
+            if head is not None and head.state == "stopped":
+                raise _BrokenOffError("stopped", "the run has stopped")
+            if progress.stopping or progress.cancelled:
+                raise _BrokenOffError("draining", "this worker ends")
+            paused = head is not None and head.state == "paused" and request.purpose == "train"
+            needed = max(0, request.min_version, request.version)
+            if head is not None and not paused and head.version >= needed:
+                return head
+            if paused and waited >= LONGEST_PAUSE_SECONDS:
+                raise _BrokenOffError("paused", "the run is paused")
+            if not paused and waited >= FIRST_VERSION_SECONDS:
+                have = "no version" if head is None or head.version < 0 else f"version {head.version}"
+                raise StarvedError(f"run {self._run} has {have}, this sweep needs version {needed}", hint="is the trainer running?")
+            progress.report("paused" if paused else f"waiting for version {needed}")
+            time.sleep(min(self._config.timeouts.head_poll_seconds, 1.0))
+
+    def _play_request(self, request: SweepRequest, head: Head, idle_seconds: float, progress: Progress) -> SweepResult:
+        if request.purpose == "eval":
+            return self._evaluate(request, head, idle_seconds, progress)
+        self._versions.drop_pinned()
+        with _reported_download(self._store, progress):
+            served, pulled = self._versions.newest(head)
+        run = _Run(request, served, pulled, idle_seconds)
+        shipped = self._shipped(request, head)
+        missing = [index for index in range(len(request.question_ids)) if index not in shipped]
+        castings = [casting for index in missing for casting in self._cast_group(run, index)]
+        self._versions.stage_ahead(self._config.timeouts.head_poll_seconds)
+        played = self._play(run, castings, lambda group, episodes: self._ship_group(run, group, episodes), progress)
+        self._flush(progress)
+        return self._result(run, played, len(missing))
+
+    def _cast_group(self, run: _Run, index: int) -> list[Casting]:
+        seed = self._group_seed(run, index)
+        question = run.request.question_ids[index]
+        return [Casting(index, question, seed_of(seed, episode)) for episode in range(run.request.group_size)]
+
+    def _group_seed(self, run: _Run, index: int) -> int:
+        return seed_of(self._config.seed, self._run, self._host, run.served.version, run.request.sweep, index)
+
+    def _evaluate(self, request: SweepRequest, head: Head, idle_seconds: float, progress: Progress) -> SweepResult:
+        """One part of an evaluation: one episode a question on the pinned version; one object."""
+        with _reported_download(self._store, progress):
+            if self._versions.version < head.version == request.version:
+                served, pulled = self._versions.newest(head)
+            else:
+                served, pulled = self._versions.pinned(head, request.version)
+        run = _Run(request, served, pulled, idle_seconds)
+        # Keyed by question and not by place, so that the result does not depend on how questions were dealt out.
+        seed = seed_of(self._config.seed, self._run, "eval", request.evaluation, request.version)
+        castings = [Casting(0, question, seed_of(seed, question)) for question in request.question_ids]
+        most = self._config.rollout.groups * self._config.rollout.group_size
+        episodes: list[Episode] = []
+        total = NOTHING_PLAYED
+        self._versions.stage_ahead(self._config.timeouts.head_poll_seconds)
+        for start in range(0, len(castings), most):
+            played = self._play(run, castings[start : start + most], lambda _, ended: episodes.extend(ended), progress)
+            total = total.plus(played)
+            if not played.ended:
+                return self._result(run, total, 1)
+        if not episodes:
+            raise InfrastructureFaultError(f"evaluation {request.evaluation}, part {request.part}: every episode was lost")
+        group = self._record(run, request.part % 100, "", seed, episodes)
+        key = keys.eval_part(self._run, request.version, request.evaluation, request.part, self._host)
+        self._uploader.put(key, encode_group(group))
+        run.num_shipped, run.keys = 1, (key,)
+        self._flush(progress)
+        return self._result(run, total, 1)
+
+    def _play(self, run: _Run, castings: Sequence[Casting], on_group: OnGroup, progress: Progress) -> Played:
+        """Play castings in one batch; ends early when the run stops, this process ends, or the sweep was cancelled."""
+
+        def should_stop() -> bool:
+            run.broken_off = run.broken_off or self._reason_to_stop(run, progress)
+            return run.broken_off is not None
+
+        def on_step(num_done: int, num_tokens: int) -> None:
+            now = time.monotonic()
+            if now - run.reported_at >= _REPORT_SECONDS:
+                run.reported_at = now
+                progress.report(
+                    f"sweep {run.request.sweep} version {run.served.version}: {num_done} of {len(castings)} episodes, "
+                    f"{num_tokens} tokens, {run.num_shipped} groups"
+                )
+
+        return Sweep(Decoder(run.served.model), self._environment, castings, on_group).play(should_stop, on_step)
+
+    def _reason_to_stop(self, run: _Run, progress: Progress) -> tuple[SweepStatus, str] | None:
+        if progress.cancelled:
+            return "partial", "cancelled"
+        if self._versions.run_state == "stopped":
+            return "stopped", "the run has stopped"
+        if progress.stopping:
+            run.stopping_since = run.stopping_since or time.monotonic()
+            if time.monotonic() - run.stopping_since > GRACE_SECONDS:
+                return "draining", "this worker ends"
+        return None
+
+    def _ship_group(self, run: _Run, index: int, episodes: list[Episode]) -> None:
+        """Hand a group to the uploader, if enough of its episodes were scored."""
+        if len(episodes) < self._config.rollout.min_group_size:
+            _log.warning("group_lost", sweep=run.request.sweep, group=index, scored=len(episodes))
+            return
+        group = self._record(run, index, run.request.question_ids[index], self._group_seed(run, index), episodes)
+        key = keys.group(self._run, run.served.version, self._host, run.request.sweep, index)
+        self._uploader.put(key, encode_group(group))
+        run.num_shipped += 1
+
+    def _record(self, run: _Run, index: int, question_id: str, seed: int, episodes: list[Episode]) -> Group:
+        timings = Timings(
+            sweep_started_at=run.started_at,
+            decode_seconds=time.monotonic() - run.began,
+            pull_latency_seconds=run.pulled.latency_seconds,
+            idle_seconds=run.idle_seconds,
+            num_sampled_tokens=sum(len(episode.logprobs) for episode in episodes),
+        )
+        return Group(
+            run=self._run,
+            host=self._host,
+            sweep=run.request.sweep,
+            group=index,
+            purpose=run.request.purpose,
+            question_id=question_id,
+            version=run.served.version,
+            state_id=run.served.state_id,
+            temperature=1.0,
+            seed=seed,
+            episodes=tuple(episodes),
+            fingerprint=Fingerprint(f"{self._engine} {run.served.model.ops}", self._build),
+            timings=timings,
+        )
+
+    def _result(self, run: _Run, played: Played, num_wanted: int) -> SweepResult:
+        status: SweepStatus = "done" if run.num_shipped == num_wanted else "partial"
+        reason = "" if status == "done" else f"{num_wanted - run.num_shipped} groups were lost"
+        if run.broken_off is not None:
+            status, reason = run.broken_off
+            self._stopped = self._stopped or status == "stopped"
+        _log.info(
+            "sweep_played", sweep=run.request.sweep, purpose=run.request.purpose, version=run.served.version, status=status,
+            groups=run.num_shipped, episodes=played.num_episodes, tokens=played.num_sampled_tokens,
+            seconds=time.monotonic() - run.began,
+        )  # fmt: skip
+        return SweepResult(
+            status=status,
+            sweep=run.request.sweep,
+            purpose=run.request.purpose,
+            version=run.served.version,
+            num_groups=run.num_shipped,
+            num_episodes=played.num_episodes - played.num_lost,
+            num_sampled_tokens=played.num_sampled_tokens,
+            num_prompt_tokens=played.num_prompt_tokens,
+            reward_mean=played.reward_sum / max(1, played.num_episodes - played.num_lost),
+            decode_seconds=played.seconds,
+            pull_seconds=run.pulled.pull_seconds,
+            pull_latency_seconds=run.pulled.latency_seconds,
+            apply_seconds=run.pulled.apply_seconds,
+            idle_seconds=run.idle_seconds,
+            keys=run.keys,
+            reason=reason,
+        )
+
+    def _flush(self, progress: Progress) -> None:
+        """Wait until everything is in the bucket. Raises ServiceUnavailableError; nothing is lost: the spool has it."""
+        started = time.monotonic()
+        while not self._uploader.wait(0.5):
+            most = GRACE_SECONDS if progress.stopping or progress.cancelled else FLUSH_SECONDS
+            if time.monotonic() - started > most:
+                raise ServiceUnavailableError(
+                    f"{self._store.name} did not take all groups of this sweep", hint="they are kept and sent at the next start"
+                )
+            progress.report("waiting for the bucket to take groups")
+
+    def _recover(self, head: Head) -> None:
+        """Once a process: send what an earlier one left in the spool, and wait for it before looking for what is missing."""
+        if self._recovered:
+            return
+        oldest = head.version - self._config.learning.max_staleness_hard
+
+        def wanted(key: str) -> bool:
+            try:
+                parts = keys.parse_group(key)
+            except StoaError:
+                return key.startswith(keys.evals_prefix(self._run))
+            return parts.run == self._run and parts.host == self._host and parts.version >= oldest
+
+        num_sent = self._uploader.recover(wanted)
+        if num_sent:
+            _log.info("spool_recovered", objects=num_sent)
+            self._uploader.wait(FIRST_VERSION_SECONDS)
+        self._recovered = True
+
+    def _shipped(self, request: SweepRequest, head: Head) -> set[int]:
+        """Groups of this sweep that are in the bucket already, at any version that still counts.
+
+        A sweep that this state folder has not begun before has none: only a repeated one is looked up.
+        """
+        mark = self._folder / "last_sweep"
+        last = int(mark.read_text("ascii")) if mark.is_file() else None
+        part = mark.with_name("last_sweep.part")
+        part.write_text(f"{max(request.sweep, last or 0)}\n", "ascii")
+        part.replace(mark)
+        if last is not None and request.sweep > last:
+            return set()
+        oldest = max(0, head.version - self._config.learning.max_staleness_hard)
+        names = self._uploader.pending()
+        for version in range(oldest, head.version + 1):
+            prefix = keys.groups_of_sweep(self._run, version, self._host, request.sweep)
+            names += [listed.key for listed in self._store.list(prefix)]
+        parsed = [keys.parse_group(name) for name in names if not name.startswith(keys.evals_prefix(self._run))]
+        found = {parts.group for parts in parsed if parts.sweep == request.sweep}
+        if found:
+            _log.info("sweep_resumed", sweep=request.sweep, groups_found=len(found))
+        return found
+
+
+@contextmanager
+def _reported_download(store: Store, progress: Progress) -> Iterator[None]:
+    """Report progress while bytes arrive: a cold join may take many minutes inside one call."""
+    ended = Event()
+
+    def watch() -> None:
+        before = -1
+        while not ended.is_set():
+            now = store.meters.total().bytes_down
+            if now != before:
+                progress.report(f"pulling weights: {now} bytes so far")
+                before = now
+            ended.wait(1.0)
+
+    watcher = Thread(target=watch, name="download-watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
