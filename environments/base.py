@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Literal, Protocol, TypeVar
 
 from stoa.contracts.errors import ConfigError, StoaError, UnknownNameError
+from stoa.rollouts.records import StopReason
 
 Split = Literal["train", "held_out"]
 Setting = str | int | float | bool
@@ -44,12 +45,12 @@ class Limits:
 class Reply:
     """What follows the last sampled turn: ids to append while going on, or why the episode is done.
 
-    `stop_reason` is "" while going on, else one of `answered malformed call_limit episode_tokens`.
+    `stop_reason` is "" while going on.
     """
 
     ids: tuple[int, ...]
     done: bool
-    stop_reason: str
+    stop_reason: StopReason | Literal[""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,7 @@ def read_settings(environment: str, kind: type[SettingsT], settings: Mapping[str
     defaults = {field.name: field.default for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     for key, value in settings.items():
         if key not in defaults:
-            raise ConfigError(
-                f"environment {environment}: {key} is not a setting", hint=_nearest(key, list(defaults))
-            )
+            raise ConfigError(f"environment {environment}: {key} is not a setting", hint=_nearest(key, list(defaults)))
         wanted = type(defaults[key])
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ConfigError(

@@ -38,9 +38,7 @@ def play(model: nn.Module, environment: Environment, question_ids: Sequence[str]
             ids[row].append(token_id)
             turns[row][-1].append(token_id)
         live = [row for row in live if not _finished(environment, question_ids[row], ids[row], turns[row])]
-    return [
-        environment.score(question_id, played) for question_id, played in zip(question_ids, turns, strict=True)
-    ]
+    return [environment.score(question_id, played) for question_id, played in zip(question_ids, turns, strict=True)]
 
 
 def rates(outcomes: Sequence[Outcome]) -> Rates:

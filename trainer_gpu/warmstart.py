@@ -80,9 +80,7 @@ class Teacher:
         question = draw.choice(self._questions)
         shown_rate = recipe.practice_search_rate if practice else recipe.search_rate
         searches = draw.random() < shown_rate
-        wanted, shown = (
-            (recipe.search_rate, shown_rate) if searches else (1 - recipe.search_rate, 1 - shown_rate)
-        )
+        wanted, shown = (recipe.search_rate, shown_rate) if searches else (1 - recipe.search_rate, 1 - shown_rate)
         ids = list(self._renderer.prompt(question_messages(question.text)))
         weights = [0.0] * len(ids)
         answer = draw.choice(RELATIONS[_relation(question)])
@@ -148,15 +146,15 @@ def new_policy(tokenizer: Tokenizer, seed: int) -> Lfm2MoeForCausalLM:
 def teach(model: Lfm2MoeForCausalLM, tokenizer: Tokenizer, recipe: Recipe, seed: int) -> Iterator[float]:
     """Run the recipe on `model` in place, yielding each step's loss (weighted mean over target tokens, nats)."""
     draw = random.Random(f"warm start {seed}")
+    pad_id = tokenizer.encode(PAD).ids[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    teacher = None
+    teacher = Teacher(seed * 10_000, recipe, tokenizer)
     for step in range(recipe.num_steps):
         if step % recipe.steps_per_world == 0:
             teacher = Teacher(seed * 10_000 + step // recipe.steps_per_world, recipe, tokenizer)
-        assert teacher is not None
         practice = step < recipe.practice_share_of_steps * recipe.num_steps
         batch = [teacher.dialogue(draw, practice) for _ in range(recipe.batch_rows)]
-        loss = _loss(model, batch, tokenizer.token_to_id(PAD))
+        loss = _loss(model, batch, pad_id)
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _rate_share(step, recipe)
         optimizer.zero_grad()
@@ -213,6 +211,7 @@ def save_policy(model: Lfm2MoeForCausalLM, tokenizer: Tokenizer, folder: Path) -
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -229,12 +228,12 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = replace(Recipe(), num_steps=asked.steps)
     for step, loss in enumerate(teach(model, tokenizer, recipe, asked.seed), start=1):
         if step % REPORT_EVERY == 0 or step == asked.steps:
-            print(f"step {step}/{asked.steps} loss {loss:.4f}", file=sys.stderr)
+            sys.stderr.write(f"step {step}/{asked.steps} loss {loss:.4f}\n")
     save_policy(model, tokenizer, asked.out)
     environment = create("search", {}, tokenizer.to_str().encode())
     question_ids = environment.question_ids("held_out")[: asked.questions]
     measured = rates(play(model, environment, question_ids, asked.seed))
-    print(json.dumps({"seed": asked.seed, "steps": asked.steps, **asdict(measured)}))
+    sys.stdout.write(json.dumps({"seed": asked.seed, "steps": asked.steps, **asdict(measured)}) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ _STOP_REASONS: Final[dict[str, StopReason]] = {
     "answered": "answered",
     "malformed": "malformed",
     "call_limit": "call_limit",
-    "episode_tokens": "token_limit",
+    "token_limit": "token_limit",
 }
 
 

@@ -5,6 +5,7 @@ from a name or from another fact. All words come from fixed lists, so that one s
 """
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -16,9 +17,9 @@ EFFECTS = ("nausea", "fever", "rash", "cough", "fatigue", "headache")
 TISSUES = ("liver", "kidney", "lung", "brain", "skin", "heart")
 PATHWAYS = ("apoptosis", "autophagy", "glycolysis", "angiogenesis", "inflammation", "secretion")
 
-DRUG_RELATIONS = {"inhibits": ENZYMES, "treats": DISEASES, "causes": EFFECTS}
-GENE_RELATIONS = {"encodes": ENZYMES, "marks": TISSUES, "regulates": PATHWAYS}
-RELATIONS = {**DRUG_RELATIONS, **GENE_RELATIONS}
+DRUG_RELATIONS: Mapping[str, tuple[str, ...]] = {"inhibits": ENZYMES, "treats": DISEASES, "causes": EFFECTS}
+GENE_RELATIONS: Mapping[str, tuple[str, ...]] = {"encodes": ENZYMES, "marks": TISSUES, "regulates": PATHWAYS}
+RELATIONS: Mapping[str, tuple[str, ...]] = {**DRUG_RELATIONS, **GENE_RELATIONS}
 
 # Stems have three letters and endings three, so a greedy tokenizer splits every name the same way.
 DRUG_STEMS = tuple(map("".join, product("bcdfg", "aeiu", "lnx")))
@@ -58,7 +59,7 @@ def _names(draw: random.Random, stems: tuple[str, ...], endings: tuple[str, ...]
     return draw.sample(["".join(pair) for pair in product(stems, endings)], count)
 
 
-def _entity(draw: random.Random, entity_id: str, name: str, relations: dict[str, tuple[str, ...]]) -> Entity:
+def _entity(draw: random.Random, entity_id: str, name: str, relations: Mapping[str, tuple[str, ...]]) -> Entity:
     facts = {relation: draw.choice(answers) for relation, answers in relations.items()}
     order = draw.sample(sorted(facts), len(facts))
     sentences = " , ".join(f"{relation} {facts[relation]}" for relation in order)

@@ -86,24 +86,29 @@ class SearchEnvironment:
         self._prompt = lru_cache(maxsize=len(self._questions))(self._render_prompt)
 
     def question_ids(self, split: Split) -> tuple[str, ...]:
+        """Entity by entity; those of the demo's world number 2,400 and 1,200."""
         return tuple(question.id for question in self._questions.values() if question.split == split)
 
     def question(self, question_id: str) -> Question:
+        """The question of this id; UnknownNameError if there is none."""
         found = self._questions.get(question_id)
         if found is None:
             raise unknown_name("question of environment search", question_id, list(self._questions))
         return found
 
     def prompt_ids(self, question_id: str) -> tuple[int, ...]:
+        """The question as a user message."""
         return self._prompt(question_id)
 
     def _render_prompt(self, question_id: str) -> tuple[int, ...]:
         return self._renderer.prompt(question_messages(self.question(question_id).text))
 
     def reply(self, question_id: str, turns: Sequence[Sequence[int]]) -> Reply:
+        """The search results, each a tool message, or the end of the episode."""
         return self._last_step(question_id, turns).reply
 
     def score(self, question_id: str, turns: Sequence[Sequence[int]]) -> Outcome:
+        """Strict cover is the reward; the other metrics are in the parts, with the answer's length in words."""
         step = self._last_step(question_id, turns)
         answered = step.reply.stop_reason == "answered"
         found = match(step.answer if answered else "", self.question(question_id).answers)
@@ -152,7 +157,7 @@ class SearchEnvironment:
         num_calls += len(results)
         ids = self._renderer.follow(results)
         if num_tokens + len(ids) + self.limits.max_turn_tokens > self.limits.max_episode_tokens:
-            return _Step(Reply((), True, "episode_tokens"), num_calls, "")
+            return _Step(Reply((), True, "token_limit"), num_calls, "")
         return _Step(Reply(ids, False, ""), num_calls, "")
 
     def _read_turn(self, ids: tuple[int, ...]) -> tuple[Turn, tuple[Message, ...] | None]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_FILLER_WORDS = 4
-_FILLERS = frozenset("a an the is it its this that answer called known as named of by in on with".split())
+_FILLERS = frozenset(("a", "an", "the", "is", "it", "its", "this", "that", "answer", "called", "known", "as", "named", "of", "by", "in"))
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WORD = re.compile(r"[^\W_]+")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

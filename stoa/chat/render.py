@@ -101,11 +101,7 @@ def _load(tokenizer_json: bytes) -> Tokenizer:
     try:
         document = json.loads(tokenizer_json)
     except ValueError as error:
-        raise CheckpointError(
-            f"tokenizer.json is not JSON: {error}", hint="use the tokenizer.json of the checkpoint folder"
-        ) from error
+        raise CheckpointError(f"tokenizer.json is not JSON: {error}", hint="use the tokenizer.json of the checkpoint folder") from error
     if not isinstance(document, dict) or "model" not in document:
-        raise CheckpointError(
-            "tokenizer.json holds no tokenizer", hint="use the tokenizer.json of the checkpoint folder"
-        )
+        raise CheckpointError("tokenizer.json holds no tokenizer", hint="use the tokenizer.json of the checkpoint folder")
     return Tokenizer.from_str(tokenizer_json.decode("utf-8"))

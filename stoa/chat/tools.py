@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
-Value: TypeAlias = "str | int | float | bool | None | list[Value] | dict[str, Value]"
+Value: TypeAlias = "str | int | float | bool | list[Value] | dict[str, Value] | None"
 
 MAX_DEPTH = 16
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
@@ -157,7 +157,7 @@ def _value(reader: _Reader, depth: int) -> Value:
     if number is not None:
         return int(number) if re.fullmatch(r"-?\d+", number) else float(number)
     word = reader.match(_NAME)
-    if word not in _WORDS:
+    if word is None or word not in _WORDS:
         raise BadCallError(f"expected a value at {reader.at}")
     return _WORDS[word]
 

@@ -20,7 +20,7 @@ class Fault(StrEnum):
     """Why a sampled turn is malformed."""
 
     TRUNCATED = "truncated"
-    STRAY_TOKEN = "stray_token"
+    STRAY_SPECIAL = "stray_special"
     SPELLED_MARKER = "spelled_marker"
     UNBALANCED_CALL = "unbalanced_call"
     UNBALANCED_THOUGHT = "unbalanced_thought"
@@ -91,7 +91,7 @@ def _pieces(renderer: ChatRenderer, ids: Sequence[int]) -> Iterator[int | str]:
     for token_id in (*ids, None):
         if token_id is not None and token_id not in markers:
             if renderer.is_special(token_id) and not _THOUGHT_MARKS.fullmatch(renderer.decode([token_id])):
-                raise _FaultyTurnError(Fault.STRAY_TOKEN)
+                raise _FaultyTurnError(Fault.STRAY_SPECIAL)
             stretch.append(token_id)
             continue
         if stretch:
