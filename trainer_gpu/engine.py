@@ -201,7 +201,7 @@ class TrainerEngine:
         versions = KnownVersions(
             handle.store, handle.run, handle.signer.public_key, window=config.learning.max_staleness_hard
         )
-        versions.follow(head)
+        versions.follow(head, head.version - config.learning.max_staleness_hard)
         publisher = VersionPublisher(handle)
         progress.report(f"loading version {head.version} as published")
         publisher.load_published(head)

@@ -6,7 +6,7 @@ control process goes on where the old one ended. Nothing here imports torch.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -59,13 +59,13 @@ class GrantKeeper:
         public_key: str,
         question_ids: Sequence[str],
         *,
-        clock: Callable[[], float] = time.time,
+        refresh_seconds: float = REFRESH_SECONDS,
     ) -> None:
-        """`question_ids`: all training questions of the environment."""
+        """`question_ids`: all training questions of the environment. `refresh_seconds`: age up to which facts are used again."""
         self._store = store
         self._run = config.run
         self._public_key = public_key
-        self._clock = clock
+        self._refresh_seconds = refresh_seconds
         self._rule = AdmissionRule(
             max_staleness=config.learning.max_staleness,
             max_staleness_hard=config.learning.max_staleness_hard,
@@ -150,7 +150,7 @@ class GrantKeeper:
             host=request.host,
             sweep=request.sweep,
             num_groups=request.num_groups,
-            now=self._clock(),
+            now=time.time(),
         )
 
     def _empty(self, request: GrantRequest, reason: str) -> Grant:
@@ -163,7 +163,7 @@ class GrantKeeper:
             del self._grants[old]
 
     def _refresh(self) -> Head | None:
-        """Bring the facts up to date with the bucket, if they are older than `REFRESH_SECONDS`."""
+        """Bring the facts up to date with the bucket, if they are older than `refresh_seconds`."""
         if time.monotonic() < self._fresh_until and self._head is not None:
             return self._head
         try:
@@ -187,7 +187,7 @@ class GrantKeeper:
         self._arrived = {
             key for listed in self._store.list(keys.groups_prefix(self._run), start_after) if (key := _group_key(listed.key))
         }
-        self._fresh_until = time.monotonic() + REFRESH_SECONDS
+        self._fresh_until = time.monotonic() + self._refresh_seconds
         return head
 
     def _follow_steps(self, head: Head, oldest: int) -> None:

@@ -41,11 +41,11 @@ class KnownVersions:
             for old in [v for v in self._states if v < self._newest - self._window]:
                 del self._states[old]
 
-    def follow(self, head: Head) -> None:
-        """Read the manifests from HEAD's version back to the first one known, or to the end of the window."""
+    def follow(self, head: Head, oldest: int) -> None:
+        """Read the manifests from HEAD's version back to `oldest`, or to the first one known."""
         link = Parent(head.version, head.manifest_key, head.manifest_sha256, "") if head.manifest_key else None
         found: dict[int, str] = {}
-        while link is not None and link.version >= head.version - self._window and self.state_of(link.version) is None:
+        while link is not None and link.version >= oldest and self.state_of(link.version) is None:
             manifest = read_manifest(self._store, self._run, link.manifest_key, link.manifest_sha256, self._public_key)
             found[manifest.version] = manifest.state_id
             link = manifest.parent

@@ -1,0 +1,144 @@
+"""What the control process grants: from a real bucket, and again from it after a restart."""
+
+from dataclasses import replace
+
+import pytest
+
+from stoa.bucket import keys
+from stoa.bucket.head import HeadWriter
+from stoa.bucket.steps import STEP_FORMAT, Dropped, StepManifest, write_drop_note, write_step
+from stoa.bucket.store import Store
+from stoa.contracts.errors import FormatError
+from stoa.contracts.messages import Grant, GrantRequest
+from tests.unit.trainer_gpu.runs import Reports, config_of, start_run
+from trainer_gpu.desk import StateKeeper
+from trainer_gpu.grants import GrantKeeper
+from trainer_gpu.run_handle import RunHandle
+
+QUESTIONS = [f"q{i:03d}" for i in range(40)]
+
+
+@pytest.fixture
+def handle(store: Store) -> RunHandle:
+    """B = 8 groups a version, S = 1: sixteen groups may be out. HEAD is at version 0."""
+    config = config_of(store, groups_per_step=4, steps_per_version=2, max_staleness=1, max_staleness_hard=2)
+    return start_run(store, config)
+
+
+def head(handle: RunHandle, token: int = 1001, **changes: object) -> HeadWriter:
+    writer = HeadWriter(handle.store, handle.run, handle.signer, owner="gpu", interval_seconds=0.0)
+    writer.acquire(token)
+    writer.swap(token, **{"version": 0, "manifest_key": "m", "manifest_sha256": "s", **changes})
+    return writer
+
+
+def keeper(handle: RunHandle) -> GrantKeeper:
+    return GrantKeeper(handle.store, handle.config, handle.signer.public_key, QUESTIONS, refresh_seconds=0.0)
+
+
+def ask(keeper: GrantKeeper, host: str, sweep: int, num: int = 8) -> Grant:
+    return keeper.grant(GrantRequest("test", host, sweep, num, wait_seconds=0.0), Reports())
+
+
+def arrive(handle: RunHandle, grant: Grant, version: int = 0) -> list[str]:
+    found = [keys.group("test", version, grant.host, grant.sweep, i) for i in range(len(grant.question_ids))]
+    for key in found:
+        handle.store.create(key, b"x")
+    return found
+
+
+def step(handle: RunHandle, number: int, consumed: list[str], *, epoch: int = 1001, parent: str = "", **more: object) -> str:
+    manifest = StepManifest(STEP_FORMAT, "test", epoch, number, 0, parent, tuple(consumed), (), (), {}, {}, 0.0, 0.0, 0.0)
+    return write_step(handle.store, replace(manifest, **more))
+
+
+def test_nothing_is_granted_before_the_first_version(handle: RunHandle) -> None:
+    answer = ask(keeper(handle), "a", 0)
+    assert answer.question_ids == ()
+    assert "no version is published" in answer.reason
+
+
+def test_same_sweep_gets_the_same_grant_also_from_a_new_process(handle: RunHandle) -> None:
+    head(handle)
+    first = ask(keeper(handle), "a", 0)
+    assert len(first.question_ids) == 8
+    assert ask(keeper(handle), "a", 0) == first
+    other = keeper(handle)
+    assert ask(other, "a", 0, num=3) == first
+    assert not set(ask(other, "b", 0).question_ids) & set(first.question_ids)
+
+
+def test_bound_holds_until_groups_are_settled(handle: RunHandle) -> None:
+    head(handle)
+    desk = keeper(handle)
+    grants = [ask(desk, "a", 0), ask(desk, "b", 0)]
+    assert all(len(grant.question_ids) == 8 for grant in grants)
+    full = ask(desk, "c", 0)
+    assert full.question_ids == ()
+    assert "16 is the most" in full.reason
+    arrived = [key for grant in grants for key in arrive(handle, grant)]
+    assert ask(desk, "c", 0).question_ids == ()
+    # Consumed groups make room only with the next version; dropped ones at once.
+    parent = step(handle, 1, arrived[:4])
+    assert ask(desk, "c", 0).question_ids == ()
+    step(handle, 2, arrived[4:7], parent=parent, dropped=(Dropped(arrived[7], "all_one"),))
+    assert len(ask(desk, "c", 0).question_ids) == 8
+
+
+def test_drop_note_makes_room_before_the_step_ends(handle: RunHandle) -> None:
+    head(handle)
+    desk = keeper(handle)
+    arrived = arrive(handle, ask(desk, "a", 0)) + arrive(handle, ask(desk, "b", 0))
+    assert ask(desk, "c", 0).question_ids == ()
+    write_drop_note(handle.store, "test", 1001, 0, [Dropped(arrived[0], "all_zero")])
+    assert len(ask(desk, "c", 0).question_ids) == 8
+
+
+def test_steps_of_a_lost_lease_give_their_groups_back(handle: RunHandle) -> None:
+    head(handle)
+    desk = keeper(handle)
+    arrived = arrive(handle, ask(desk, "a", 0)) + arrive(handle, ask(desk, "b", 0))
+    step(handle, 1, arrived[:8])
+    step_two = head(handle, 2001, version=1)
+    # Lease 1001 took a step HEAD never named: all sixteen groups wait again, and version 1 adds no room for them.
+    assert ask(desk, "c", 0).question_ids == ()
+    key = step(handle, 1, arrived[:8], epoch=2001)
+    step_two.swap(2001, version=2, step=1, step_manifest_key=key)
+    assert len(ask(desk, "c", 0).question_ids) == 8
+    assert len(ask(keeper(handle), "c", 0).question_ids) == 8
+
+
+def test_what_a_lost_mac_owed_is_free_until_it_asks_again(handle: RunHandle) -> None:
+    head(handle)
+    desk = keeper(handle)
+    owed = ask(desk, "a", 0)
+    ask(desk, "b", 0)
+    assert ask(desk, "c", 0).question_ids == ()
+    desk.host_left("a")
+    assert len(ask(desk, "c", 0).question_ids) == 8
+    assert ask(desk, "a", 0) == owed
+
+
+def test_paused_run_grants_nothing_and_says_so(handle: RunHandle) -> None:
+    from stoa.contracts.messages import HeadStateRequest
+
+    head(handle)
+    result = StateKeeper(handle).set_state(HeadStateRequest("test", "paused", "n1"), Reports())
+    assert (result.state, result.version, result.epoch) == ("paused", 0, 1001)
+    answer = ask(keeper(handle), "a", 0)
+    assert (answer.question_ids, answer.run_state) == ((), "paused")
+
+
+def test_other_run_is_refused(handle: RunHandle) -> None:
+    with pytest.raises(FormatError):
+        keeper(handle).grant(GrantRequest("other", "a", 0, 8), Reports())
+
+
+def test_waits_for_room_and_reports(handle: RunHandle) -> None:
+    head(handle)
+    desk = keeper(handle)
+    ask(desk, "a", 0)
+    ask(desk, "b", 0)
+    progress = Reports()
+    desk.grant(GrantRequest("test", "c", 0, 8, wait_seconds=0.6), progress)
+    assert len(progress.seen) >= 2

@@ -1,0 +1,71 @@
+"""The engines of the control process, all over one bucket: grants, examinations, HEAD.state.
+
+`control.py` hosts the workflows and activities that use them. No torch here, and nothing that imports it.
+"""
+
+import json
+import threading
+from dataclasses import dataclass
+
+from stoa.bucket.head import HeadWriter, read_head
+from stoa.contracts.errors import FormatError
+from stoa.contracts.messages import HeadStateRequest, HeadStateResult
+from stoa.contracts.ports import Progress
+from trainer_gpu.exam import Examiner
+from trainer_gpu.grants import GrantKeeper
+from trainer_gpu.run_handle import RunHandle
+from trainer_gpu.versions import KnownVersions
+
+_VERSIONS_KEPT = 1000
+
+
+class StateKeeper:
+    """Implements `stoa.contracts.ports.HeadKeeper` for one run."""
+
+    def __init__(self, handle: RunHandle) -> None:
+        self._run = handle.run
+        self._lock = threading.Lock()
+        self._writer = HeadWriter(
+            handle.store,
+            handle.run,
+            handle.signer,
+            owner=handle.owner,
+            interval_seconds=handle.config.bucket.head_interval_seconds,
+        )
+
+    def set_state(self, request: HeadStateRequest, progress: Progress) -> HeadStateResult:
+        """See `ports.HeadKeeper`. Raises ObjectMissingError if no trainer ever took the run."""
+        if request.run != self._run:
+            raise FormatError(f"this control process serves run {self._run}, not {request.run}")
+        progress.report(f"setting HEAD.state to {request.state}")
+        with self._lock:
+            head = self._writer.set_state(request.state, request.nonce)
+        return HeadStateResult(head.state, head.version, head.step, head.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What the control activities need, for one run."""
+
+    granter: GrantKeeper
+    examiner: Examiner
+    keeper: StateKeeper
+
+
+def open_desk(handle: RunHandle) -> Desk:
+    """The engines of one run."""
+    config, store, public_key = handle.config, handle.store, handle.signer.public_key
+    versions = KnownVersions(store, handle.run, public_key, window=_VERSIONS_KEPT)
+
+    def known(version: int) -> str | None:
+        if versions.state_of(version) is None:
+            versions.follow(read_head(store, handle.run, public_key)[0], version)
+        return versions.state_of(version)
+
+    vocab_size = int(json.loads((handle.model_folder / "config.json").read_bytes())["vocab_size"])
+    questions = handle.environment.question_ids("train")
+    return Desk(
+        GrantKeeper(store, config, public_key, questions),
+        Examiner(store, config, handle.environment, vocab_size=vocab_size, known=known),
+        StateKeeper(handle),
+    )
