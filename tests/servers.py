@@ -137,7 +137,7 @@ def _process(command: list[str], log: Path, extra_environment: dict[str, str]) -
     try:
         yield process
     finally:
-        for kind, seconds in ((signal.SIGTERM, 8.0), (signal.SIGKILL, 5.0)):
+        for kind, seconds in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0)):
             try:
                 os.killpg(process.pid, kind)
             except ProcessLookupError:

@@ -167,7 +167,7 @@ class Store:
     def get_range(self, key: str, start: int, num_bytes: int, *, etag: str = "") -> bytes:
         """Bytes [start, start + num_bytes); a broken body is resumed at the byte it broke at.
 
-        With `etag`, raises PreconditionError if the object is another one by now.
+        Raises DigestError if the object is shorter, and with `etag` PreconditionError if it is another one by now.
         """
         held = bytearray()
 
@@ -175,6 +175,10 @@ class Store:
             extra = {"IfMatch": etag} if etag else {}
             span = f"bytes={start + len(held)}-{start + num_bytes - 1}"
             reply = self._client.get_object(Bucket=self.settings.name, Key=key, Range=span, **extra)
+            whole_bytes = int(str(reply["ContentRange"]).rpartition("/")[2])
+            if whole_bytes < start + num_bytes:
+                reply["Body"].close()
+                raise self._too_short(key, start + num_bytes)
             for chunk in iter(lambda: reply["Body"].read(_CHUNK_BYTES), b""):
                 held.extend(chunk)
             if len(held) < num_bytes:
@@ -314,6 +318,10 @@ class Store:
     def _unavailable(self, error: Exception) -> ServiceUnavailableError:
         return ServiceUnavailableError(f"{self.name} does not answer: {error}", hint=_ENDPOINT_HINT)
 
+    def _too_short(self, key: str, num_bytes: int = 0) -> DigestError:
+        wanted = f"the {num_bytes} bytes" if num_bytes else "the range"
+        return DigestError(f"{self.name}/{key} is shorter than {wanted} asked for", hint="the object is damaged in the bucket")
+
     def _map(self, error: ClientError, key: str, conditional: bool) -> StoaError:
         code, status = str(error.response.get("Error", {}).get("Code", "")), _status(error)
         where = f"{self.name}/{key}"
@@ -323,6 +331,8 @@ class Store:
             return PreconditionError(f"{where} changed since it was read")
         if status == 412:
             return PreconditionError(f"{where} is another object by now")
+        if status == 416:
+            return self._too_short(key)
         if status == 404:
             return ObjectMissingError(f"{where} is not there")
         if status in (401, 403):

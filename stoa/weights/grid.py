@@ -66,7 +66,8 @@ def make_grid(weights: Floats) -> tuple[Bits16, Bits16]:
 
     scale = bf16((max - min) / 251), bias = bf16(min - scale), both from the group's float32 extremes; the bias uses the
     rounded scale. That fits weights around zero; of a group whose offset is hundreds of times its range the bias cannot
-    be rounded to bf16 without clipping, and `Scan.num_clipped` says so. A constant group (scale below 2^-126) has scale 1 and bias bf16(value).
+    be rounded to bf16 without clipping, and `Scan.num_clipped` says so. A constant group (scale below 2^-126) has scale 1
+    and bias bf16(value).
 
     Args:
         weights: float32 [.., cols], cols a multiple of 64.

@@ -98,7 +98,9 @@ def groups() -> dict[str, list[float]]:
 def grid_file() -> None:
     chance = random.Random(7)
     cases = groups()
-    columns: dict[str, list] = {key: [] for key in ("codes", "scales", "biases", "dequantised", "masters", "codes_next_0", "codes_next_0.02", "scales_next", "biases_next")}
+    fresh = ("codes", "scales", "biases", "dequantised", "masters")
+    after = ("codes_next_0", "codes_next_0.02", "scales_next", "biases_next")
+    columns: dict[str, list] = {key: [] for key in (*fresh, *after)}
     for number, group in enumerate(cases.values()):
         scale, bias = make_grid(group)
         codes = [nearest(place) for place in places(group, scale, bias)]
@@ -120,7 +122,8 @@ def grid_file() -> None:
         columns["biases_next"].append([new_bias])
     types = {"codes": np.uint8, "scales": np.uint16, "biases": np.uint16, "dequantised": np.float32, "masters": np.float32}
     arrays = {name: np.array(rows, dtype=types[name.split("_")[0]]) for name, rows in columns.items()}
-    np.savez_compressed(FOLDER / "grid.npz", names=np.array(list(cases)), weights=np.array(list(cases.values()), dtype=np.float32), **arrays)
+    weights = np.array(list(cases.values()), dtype=np.float32)
+    np.savez_compressed(FOLDER / "grid.npz", names=np.array(list(cases)), weights=weights, **arrays)
 
 
 def gap_blob(positions: list[int]) -> bytes:
@@ -132,7 +135,10 @@ def gap_blob(positions: list[int]) -> bytes:
 def state_id(arrays: dict[str, np.ndarray]) -> str:
     types = {"uint8": "uint8", "uint16": "bfloat16", "float32": "float32"}
     order = ["a.weight", "a.scales", "a.biases", "b.weight", "b.scales", "b.biases", "c.weight", "m.expert_bias"]
-    table = [[name, types[str(arrays[name].dtype)], list(arrays[name].shape), xxhash.xxh3_128_hexdigest(arrays[name].tobytes())] for name in order]
+    table = []
+    for name in order:
+        array = arrays[name]
+        table.append([name, types[str(array.dtype)], list(array.shape), xxhash.xxh3_128_hexdigest(array.tobytes())])
     return hashlib.sha256(json.dumps([LAYOUT_ID, table], separators=(",", ":")).encode()).hexdigest()
 
 
