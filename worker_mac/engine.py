@@ -40,15 +40,21 @@ _log = structlog.get_logger(__name__)
 
 MLX_CACHE_BYTES: Final = 64 << 20
 """Buffers MLX may keep for reuse; its default fills a Mac's memory."""
-LONGEST_PAUSE_SECONDS: Final = 30.0
-"""A sweep of a paused run is answered after this long at most, so that its session stays in charge."""
-FIRST_VERSION_SECONDS: Final = 30.0
-"""Longest wait for a version that the request needs."""
-FLUSH_SECONDS: Final = 600.0
-"""Longest wait for the bucket at the end of a sweep; what is not sent by then stays in the spool."""
-GRACE_SECONDS: Final = 15.0
-"""How long a sweep goes on after this process was asked to end."""
 _REPORT_SECONDS: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long, in seconds, the engine waits for others at most."""
+
+    pause: float = 30.0
+    """A sweep of a paused run is answered after this long, so that its session stays in charge."""
+    version: float = 30.0
+    """For a version that the request needs."""
+    flush: float = 600.0
+    """For the bucket at the end of a sweep; what is not sent by then stays in the spool."""
+    grace: float = 15.0
+    """How long a sweep goes on after this process was asked to end."""
 
 
 class _BrokenOffError(Exception):
@@ -81,11 +87,19 @@ class MacEngine:
     """Plays sweeps of one run on one Mac."""
 
     def __init__(
-        self, store: Store, document: RunDocument, environment: Environment, *, host: str, folder: Path, model_folder: Path
+        self,
+        store: Store,
+        document: RunDocument,
+        environment: Environment,
+        *,
+        host: str,
+        folder: Path,
+        model_folder: Path,
+        waits: Waits = Waits(),
     ) -> None:
         """`folder` keeps this run's weights and spool; `model_folder` holds the run's config.json."""
         self._store, self._config, self._environment = store, document.config, environment
-        self._run, self._host, self._folder = document.run, host, folder
+        self._run, self._host, self._folder, self._waits = document.run, host, folder, waits
         model_config = json.loads((model_folder / "config.json").read_text("utf-8"))
         self._versions = Versions(store, document, model_config, folder / "weights")
         self._uploader = Uploader(store, Spool(folder / "spool"))
@@ -156,9 +170,9 @@ class MacEngine:
             needed = max(0, request.min_version, request.version)
             if head is not None and not paused and head.version >= needed:
                 return head
-            if paused and waited >= LONGEST_PAUSE_SECONDS:
+            if paused and waited >= self._waits.pause:
                 raise _BrokenOffError("paused", "the run is paused")
-            if not paused and waited >= FIRST_VERSION_SECONDS:
+            if not paused and waited >= self._waits.version:
                 have = "no version" if head is None or head.version < 0 else f"version {head.version}"
                 raise StarvedError(f"run {self._run} has {have}, this sweep needs version {needed}", hint="is the trainer running?")
             progress.report("paused" if paused else f"waiting for version {needed}")
@@ -241,7 +255,7 @@ class MacEngine:
             return "stopped", "the run has stopped"
         if progress.stopping:
             run.stopping_since = run.stopping_since or time.monotonic()
-            if time.monotonic() - run.stopping_since > GRACE_SECONDS:
+            if time.monotonic() - run.stopping_since > self._waits.grace:
                 return "draining", "this worker ends"
         return None
 
@@ -313,7 +327,7 @@ class MacEngine:
         """Wait until everything is in the bucket. Raises ServiceUnavailableError; nothing is lost: the spool has it."""
         started = time.monotonic()
         while not self._uploader.wait(0.5):
-            most = GRACE_SECONDS if progress.stopping or progress.cancelled else FLUSH_SECONDS
+            most = self._waits.grace if progress.stopping or progress.cancelled else self._waits.flush
             if time.monotonic() - started > most:
                 raise ServiceUnavailableError(
                     f"{self._store.name} did not take all groups of this sweep", hint="they are kept and sent at the next start"
@@ -336,7 +350,7 @@ class MacEngine:
         num_sent = self._uploader.recover(wanted)
         if num_sent:
             _log.info("spool_recovered", objects=num_sent)
-            self._uploader.wait(FIRST_VERSION_SECONDS)
+            self._uploader.wait(self._waits.version)
         self._recovered = True
 
     def _shipped(self, request: SweepRequest, head: Head) -> set[int]:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from stoa.weights.state import WeightState
-from stoa.weights.sync import Puller, Staged
 
 from stoa.bucket.head import Head, poll_head
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
 from stoa.contracts.errors import DigestError, FormatError, ObjectMissingError, StoaError, WeightsError
+from stoa.weights.state import WeightState
+from stoa.weights.sync import Puller, Staged
 from worker_mac.decoder import check_batching
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config

@@ -28,7 +28,9 @@ def slow_route(logits: np.ndarray, bias: np.ndarray, rule: RouterRule) -> tuple[
     st.sampled_from([1.0, 2.5]),
     st.data(),
 )
-def test_plain_ops_choose_and_weigh_as_written_out_by_hand(sizes: tuple[int, int], normalise: bool, scale: float, data: st.DataObject) -> None:
+def test_plain_ops_choose_and_weigh_as_written_out_by_hand(
+    sizes: tuple[int, int], normalise: bool, scale: float, data: st.DataObject
+) -> None:
     rule = RouterRule(*sizes, normalise, scale)
     coarse = st.sampled_from([-2.0, -1.0, 0.0, 0.5, 0.5, 1.0])  # few values: many exact ties
     logits = data.draw(hnp.arrays(np.float32, (4, sizes[0]), elements=coarse))

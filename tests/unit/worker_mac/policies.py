@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import lfm2, lfm2_moe
+
 from stoa.weights import grid
 from stoa.weights.layout import layout_of
 from stoa.weights.state import WeightState
-
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
 from worker_mac.weights import LiveWeights

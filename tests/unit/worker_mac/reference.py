@@ -6,6 +6,7 @@ One sequence, no cache, no batching, loops where they are clearer.
 from collections.abc import Mapping
 
 import numpy as np
+
 from stoa.weights.state import WeightState
 
 

@@ -7,9 +7,9 @@ environment appends three ids made from the turn; the reward is 1 if the last tu
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from stoa.contracts.errors import InfrastructureFaultError
 
 from environments.base import Limits, Outcome, Question, Reply
+from stoa.contracts.errors import InfrastructureFaultError
 
 STOPS = frozenset(range(24))
 

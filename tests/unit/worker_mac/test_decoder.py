@@ -1,8 +1,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from stoa.contracts.errors import WeightsError
 
+from stoa.contracts.errors import WeightsError
 from tests.unit.worker_mac.policies import TINY, WIDE, model_of, random_state
 from worker_mac.decoder import Decoder, check_batching
 from worker_mac.model import Feed, Model

@@ -1,8 +1,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from stoa.contracts.errors import CheckpointError, LayoutError
 
+from stoa.contracts.errors import CheckpointError, LayoutError
 from tests.unit.worker_mac.policies import DENSE, TINY, WIDE, model_of, oracle_of, random_state
 from tests.unit.worker_mac.reference import logprobs as reference_logprobs
 from worker_mac.decoder import Decoder

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from stoa.rollouts.records import Episode, Fingerprint, Group
 from stoa.rollouts.shard import decode_group, encode_group
-
 from tests.unit.worker_mac.policies import TINY, model_of, random_state
 from tests.unit.worker_mac.reference import logprobs as reference_logprobs
 from tests.unit.worker_mac.tasks import Dialogue, ScriptedRows

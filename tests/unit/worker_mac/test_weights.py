@@ -1,11 +1,11 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from stoa.contracts.errors import WeightsError
 from stoa.weights import grid
 from stoa.weights.layout import ArraySpec
 from stoa.weights.pulse import Change
-
 from tests.unit.worker_mac.policies import TINY, random_state
 from worker_mac.decoder import Decoder
 from worker_mac.model import Model
@@ -89,5 +89,5 @@ def test_update_in_place_serves_what_a_fresh_load_serves_bit_for_bit() -> None:
 
 
 def test_array_of_another_shape_is_refused_by_name() -> None:
-    with pytest.raises(WeightsError, match="x.weight"):
+    with pytest.raises(WeightsError, match=r"x\.weight"):
         adopt(ArraySpec("x.weight", (2, 64), "uint8"), np.zeros((2, 128), np.uint8))
