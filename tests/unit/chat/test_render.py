@@ -29,9 +29,7 @@ def test_prompt_equals_the_tokenised_template(renderer: ChatRenderer, tokenizer:
 
 
 @settings(max_examples=1000, deadline=None)
-@given(
-    st.lists(messages, min_size=1, max_size=3), st.lists(st.tuples(contents, st.lists(results, min_size=1, max_size=2)))
-)
+@given(st.lists(messages, min_size=1, max_size=3), st.lists(st.tuples(contents, st.lists(results, min_size=1, max_size=2))))
 def test_each_prompt_is_a_prefix_of_the_next_and_equals_the_template(
     renderer: ChatRenderer, opening: list[Message], rounds: list[tuple[str, list[Message]]]
 ) -> None:

@@ -52,9 +52,7 @@ def test_call_inside_a_thought_is_not_made(renderer: ChatRenderer, tokenizer: To
         ("no start</think><|im_end|>", Fault.UNBALANCED_THOUGHT),
     ],
 )
-def test_malformed_turn_has_one_fault_and_nothing_else(
-    renderer: ChatRenderer, tokenizer: Tokenizer, text: str, fault: Fault
-) -> None:
+def test_malformed_turn_has_one_fault_and_nothing_else(renderer: ChatRenderer, tokenizer: Tokenizer, text: str, fault: Fault) -> None:
     assert read(renderer, tokenizer, text) == Turn("", (), fault)
 
 
