@@ -9,8 +9,9 @@ restart published without training do not count:
 
     outstanding + consumed since the newest version <= (S + 1) * B
 
-A sweep is granted whole while there is any room, so the bound may be passed by less than one sweep. With S + 1 versions'
-worth of groups ahead of it, a group granted now is trained on at most S versions later (S + 1 for the last of a sweep).
+A sweep is granted whole while there is any room, so the bound may be passed by less than one sweep. Trained on in the
+order of its grant, a group is then at most S versions old; one that a slow Mac takes several versions to play is older,
+which is what the hard bound is for.
 
 Legend: S max_staleness, B groups_per_version.
 """

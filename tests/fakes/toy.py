@@ -5,6 +5,7 @@ tool, which answers 40, its second id, 41; any other turn ends the episode, and 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -115,3 +116,12 @@ def group(
 
 def key_of(played: Group) -> str:
     return keys.group(played.run, played.version, played.host, played.sweep, played.group)
+
+
+def with_version(played: Group, version: int) -> Group:
+    return replace(played, version=version)
+
+
+def with_reward(played: Group, reward: float) -> Group:
+    """The group as if every episode had earned `reward`."""
+    return replace(played, episodes=tuple(replace(e, reward=reward) for e in played.episodes))

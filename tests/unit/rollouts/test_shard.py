@@ -1,5 +1,6 @@
 """A group goes through bytes unchanged, the bytes are those of the format's table, and nonsense is refused cheaply."""
 
+import contextlib
 import dataclasses
 import json
 import struct
@@ -180,10 +181,8 @@ def test_a_changed_byte_inside_the_frame_never_raises_anything_but_format_error(
     bad = bytearray(good)
     for _ in range(data.draw(st.integers(1, 3))):
         bad[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(FormatError):
         decode_group(pack(bytes(bad)))
-    except FormatError:
-        pass
 
 
 def test_every_truncation_is_refused():
