@@ -13,7 +13,7 @@ from typing import Final
 
 from cli.launch import Launched, launch, open_store
 from cli.live.progress import Progress
-from cli.processes import Child, Household, end_leftovers
+from cli.processes import Child, Household, end_leftovers, ignored_signals
 from cli.report.collect import Collector, with_end
 from cli.report.record import RunRecord
 from cli.report.summary import Summary
@@ -82,11 +82,16 @@ def run_demo(options: Options) -> Outcome:
         (options.out / "config.json").write_text(config.model_dump_json(indent=2) + "\n", "utf-8")
         env = worker_environment(options.out)
         workers = _workers(options)
-        for worker in workers:
-            _start(house, worker, options.out, env)
-        with Control(config.temporal) as control:
-            launched = launch(config, control, state=options.out / "state")
-            return _Watch(house, workers, options, config, control, launched, env, services.ui_url).follow()
+        try:
+            for worker in workers:
+                _start(house, worker, options.out, env)
+            with Control(config.temporal) as control:
+                launched = launch(config, control, state=options.out / "state")
+                return _Watch(house, workers, options, config, control, launched, env, services.ui_url).follow()
+        finally:
+            # Workers first: one that is told to end while its servers are gone waits for them in vain.
+            with ignored_signals():
+                house.stop([worker.child for worker in workers if worker.child is not None])
 
 
 def claim_folder(out: Path) -> None:
@@ -205,8 +210,6 @@ class _Watch:
             self._report_what_there_is()
             raise
         record = self._collector.collect(everything=True)
-        macs = tuple(child for child in self._house.children if child.name not in ("temporal", "weed"))
-        self._house.stop(macs)
         return self._report(record)
 
     def _first_screen(self, progress: Progress) -> None:

@@ -23,6 +23,8 @@ from stoa.contracts.errors import CheckpointError, RunExistsError, RunMismatchEr
 from stoa.contracts.messages import EvaluationPlan, RunInput, StopConditions
 from stoa.weights.layout import Layout, layout_of
 
+_PATIENCE_SECONDS: Final = 5.0
+"""A server that a person started in another window a moment ago may not answer yet."""
 _FREE_TO_CHANGE: Final = ("stop.", "temporal.", "bucket.endpoint")
 """Settings that may differ when a run goes on: when it ends, and where its servers are."""
 
@@ -38,7 +40,7 @@ class Launched:
 
 def open_store(config: RunConfig) -> Store:
     """The bucket of a configuration, with the credentials of the environment."""
-    return Store(config.bucket, bucket_credentials(config.bucket), patience_seconds=5.0)
+    return Store(config.bucket, bucket_credentials(config.bucket), patience_seconds=_PATIENCE_SECONDS)
 
 
 def set_up(config: RunConfig) -> Store:
@@ -46,7 +48,7 @@ def set_up(config: RunConfig) -> Store:
     store = open_store(config)
     store.ensure_bucket()
     for namespace in dict.fromkeys((config.temporal.namespace_core, config.temporal.namespace_mac)):
-        asyncio.run(setup_namespace(config.temporal.address, namespace))
+        asyncio.run(setup_namespace(config.temporal.address, namespace, patience_seconds=_PATIENCE_SECONDS))
     return store
 
 
@@ -60,8 +62,7 @@ def launch(config: RunConfig, control: Control, *, resume: bool = False, state: 
     """
     layout = check(config)
     store = set_up(config)
-    signer = Signer.from_seed(signing_seed(create=not resume, base=state))
-    document = _go_on(config, store, control, signer) if resume else _claim(config, store, layout, signer)
+    document = _go_on(config, store, control, state) if resume else _claim(config, store, layout, state)
     if document.layout_id != layout.layout_id:
         raise CheckpointError(f"{config.model}: not the architecture run {config.run} was started with")
     control.start_run(run_input(config))
@@ -118,24 +119,25 @@ def differences(before: RunConfig, now: RunConfig) -> tuple[str, ...]:
     )
 
 
-def _claim(config: RunConfig, store: Store, layout: Layout, signer: Signer) -> RunDocument:
+def _claim(config: RunConfig, store: Store, layout: Layout, state: Path | None) -> RunDocument:
     if store.exists(keys.run_json(config.run)):
         raise RunExistsError(
             f"{store.name} has a run {config.run!r} already",
             hint="go on with it: add `--resume`; or start another: `--set run=NAME`",
         )
+    signer = Signer.from_seed(signing_seed(create=True, base=state))
     files = upload_model_files(store, config.run, resolve_model_folder(config))
     return claim_run(store, new_run(config, signer, layout_id=layout.layout_id, model_files=files), signer)
 
 
-def _go_on(config: RunConfig, store: Store, control: Control, signer: Signer) -> RunDocument:
+def _go_on(config: RunConfig, store: Store, control: Control, state: Path | None) -> RunDocument:
     document = read_run(store, config.run)
     if found := differences(document.config, config):
         raise RunMismatchError(
             "\n  ".join([f"run {config.run} was started with other settings", *found]),
             hint="only [stop] may change: undo the rest, or start another run with `--set run=NAME`",
         )
-    if document.public_key != signer.public_key:
+    if document.public_key != Signer.from_seed(signing_seed(base=state)).public_key:
         raise SignatureError(f"run {config.run} was signed with another key than this host's", hint="set STOA_SIGNING_KEY to the run's key")
     if control.is_running(config.run):
         raise RunExistsError(f"run {config.run} has not stopped", hint=f"see `stoa status {config.run}`; `stoa resume` undoes a pause")

@@ -47,6 +47,7 @@ def build() -> App:
         help=_EXAMPLES,
         version=_version,
         result_action="return_value",
+        suppress_keyboard_interrupt=False,
         default_parameter=Parameter(negative_bool="", negative_iterable=""),
     )
     for group, commands in _COMMANDS.items():
@@ -63,6 +64,10 @@ def main(tokens: Sequence[str] | None = None) -> NoReturn:
 
 def run(tokens: Sequence[str]) -> Exit:
     """Run one command; every error becomes a message on stderr and a code."""
+    if not {"--help", "-h", "--version"} & set(tokens):
+        from stoa.telemetry import log
+
+        log.configure(level="warning", json_lines=False)
     try:
         result = build()(tokens, exit_on_error=False, print_error=False)
     except CycloptsError as problem:

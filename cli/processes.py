@@ -18,9 +18,12 @@ from types import TracebackType
 from typing import IO, Final, Self
 
 import psutil
+import structlog
 
 from cli import guard
 from stoa.contracts.errors import FormatError, ServiceUnavailableError, UsageError
+
+_log = structlog.get_logger(__name__)
 
 FILE_NAME: Final = "processes.json"
 GRACE_SECONDS: Final = 10.0
@@ -127,6 +130,8 @@ class Household:
         while any(guard.alive(child.identity.pid) for child in going) and time.monotonic() < deadline:
             time.sleep(0.02)
         for child in going:
+            if guard.alive(child.identity.pid):
+                _log.warning("process_killed", name=child.name, grace_seconds=grace_seconds)
             _signal_group(child.identity.pid, signal.SIGKILL)
             child.process.wait()
             self._children.remove(child)

@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -71,9 +71,10 @@ def start_services(house: Household, folder: Path, logs: Path, credentials: Cred
     Raises PortTakenError for a port somebody else has, MissingExtraError if a program is not installed,
     ServiceUnavailableError if one ends or does not answer within `READY_SECONDS`.
     """
-    temporal_port, ui_port, address_book = _temporal_ports(ports)
-    temporal = _start_temporal(house, folder / "temporal", logs, temporal_port, ui_port, address_book)
-    weed, bucket_port = _start_weed(house, folder / "bucket", logs, credentials, ports.bucket)
+    temporal_port, ui_port, *temporal_other = _temporal_ports(ports)
+    bucket_port, *bucket_other = _bucket_ports(ports)
+    temporal = _start_temporal(house, folder / "temporal", logs, temporal_port, ui_port, temporal_other)
+    weed = _start_weed(house, folder / "bucket", logs, credentials, bucket_port, bucket_other)
     services = Services(
         temporal_address=f"{_HOST}:{temporal_port}",
         ui_url=f"http://{_HOST}:{ui_port}",
@@ -105,14 +106,24 @@ def _writes_work(store: Store) -> None:
     store.delete([_PROBE_KEY])
 
 
-def _temporal_ports(ports: Ports) -> tuple[int, int, tuple[int, int]]:
+def _temporal_ports(ports: Ports) -> tuple[int, int, int, int]:
     http, metrics, temporal, ui = free_ports(4)
     temporal = _given(ports.temporal, temporal, "Temporal", "--temporal-port")
-    ui = _given(ports.ui, ui, "the Temporal UI", "--ui-port")
-    return temporal, ui, (http, metrics)
+    return temporal, _given(ports.ui, ui, "the Temporal UI", "--ui-port"), http, metrics
 
 
-def _start_temporal(house: Household, folder: Path, logs: Path, port: int, ui_port: int, other: tuple[int, int]) -> Child:
+def _bucket_ports(ports: Ports) -> tuple[int, ...]:
+    bucket, *others = free_ports(5, also_offset=WEED_GRPC_OFFSET)
+    bucket = _given(ports.bucket, bucket, "the bucket", "--bucket-port")
+    if ports.bucket and not _is_free(bucket + WEED_GRPC_OFFSET):
+        raise PortTakenError(
+            f"{_HOST}:{bucket + WEED_GRPC_OFFSET}: taken, and the bucket on port {bucket} needs it too",
+            hint="choose another --bucket-port, or 0 for a free one",
+        )
+    return bucket, *others
+
+
+def _start_temporal(house: Household, folder: Path, logs: Path, port: int, ui_port: int, other: Sequence[int]) -> Child:
     folder.mkdir(parents=True, exist_ok=True)
     command = [
         program("temporal"), "server", "start-dev", "--ip", _HOST, "--port", str(port),
@@ -124,24 +135,18 @@ def _start_temporal(house: Household, folder: Path, logs: Path, port: int, ui_po
     return house.start("temporal", command, env=env, log=logs / "temporal.log")
 
 
-def _start_weed(house: Household, folder: Path, logs: Path, credentials: Credentials, wanted: int) -> tuple[Child, int]:
+def _start_weed(house: Household, folder: Path, logs: Path, credentials: Credentials, port: int, other: Sequence[int]) -> Child:
     folder.mkdir(parents=True, exist_ok=True)
     # The server remembers the flags of its last start; ports of then may be taken now.
     (folder / "mini.options").unlink(missing_ok=True)
-    master, volume, filer, admin, bucket = free_ports(5, also_offset=WEED_GRPC_OFFSET)
-    bucket = _given(wanted, bucket, "the bucket", "--bucket-port")
-    if wanted and not _is_free(wanted + WEED_GRPC_OFFSET):
-        raise PortTakenError(
-            f"{_HOST}:{wanted + WEED_GRPC_OFFSET}: taken, and the bucket on port {wanted} needs it too",
-            hint="choose another --bucket-port, or 0 for a free one",
-        )
+    master, volume, filer, admin = other
     command = [
-        program("weed"), "mini", f"-dir={folder}", f"-ip={_HOST}", f"-ip.bind={_HOST}", f"-s3.port={bucket}",
+        program("weed"), "mini", f"-dir={folder}", f"-ip={_HOST}", f"-ip.bind={_HOST}", f"-s3.port={port}",
         f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-admin.port={admin}",
         "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
     ]  # fmt: skip
     env = child_environment({"AWS_ACCESS_KEY_ID": credentials.key, "AWS_SECRET_ACCESS_KEY": credentials.secret, "GOMAXPROCS": "2"})
-    return house.start("weed", command, env=env, log=logs / "bucket.log"), bucket
+    return house.start("weed", command, env=env, log=logs / "bucket.log")
 
 
 def _given(wanted: int, free: int, what: str, flag: str) -> int:

@@ -30,6 +30,8 @@ from stoa.contracts.errors import (
 from stoa.contracts.messages import Ask, FleetEvent, FleetPage, FleetQuery, RunInput, RunResult, RunStatus, SessionStatus
 
 CALL_SECONDS: Final = 10.0
+QUERY_SECONDS: Final = 4.0
+"""A query needs the run's control process, which may be away; then nobody answers, and nobody says so."""
 _HOW_TO_START: Final = "start one with `stoa services` or `temporal server start-dev`, or set STOA_TEMPORAL_ADDRESS"
 ResultT = TypeVar("ResultT")
 
@@ -101,7 +103,7 @@ class Control:
 
     async def _status(self, run: str) -> RunStatus:
         handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))
-        return await handle.query(names.STATUS_QUERY, result_type=RunStatus, rpc_timeout=timedelta(seconds=CALL_SECONDS))
+        return await handle.query(names.STATUS_QUERY, result_type=RunStatus, rpc_timeout=timedelta(seconds=QUERY_SECONDS))
 
     async def _workflow_status(self, run: str) -> WorkflowExecutionStatus | None:
         handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))
@@ -121,7 +123,7 @@ class Control:
         after = ""
         while True:
             page: FleetPage = await handle.query(
-                names.FLEET_QUERY, FleetQuery(after_host=after), result_type=FleetPage, rpc_timeout=timedelta(seconds=CALL_SECONDS)
+                names.FLEET_QUERY, FleetQuery(after_host=after), result_type=FleetPage, rpc_timeout=timedelta(seconds=QUERY_SECONDS)
             )
             members.extend(page.members)
             if not page.next_host or page.next_host == after:
@@ -134,7 +136,7 @@ class Control:
         async def one(host: str) -> SessionStatus | None:
             handle = client.get_workflow_handle(names.session_workflow_id(run, host))
             try:
-                return await handle.query(names.SESSION_QUERY, result_type=SessionStatus, rpc_timeout=timedelta(seconds=CALL_SECONDS))
+                return await handle.query(names.SESSION_QUERY, result_type=SessionStatus, rpc_timeout=timedelta(seconds=QUERY_SECONDS))
             except RPCError:
                 return None
 
@@ -186,6 +188,8 @@ def innermost(failure: BaseException) -> str:
 def _typed(problem: RPCError, address: str, run: str) -> ServiceError | RunMissingError:
     if problem.status == RPCStatusCode.NOT_FOUND and run:
         return RunMissingError(f"run {run}: Temporal at {address} knows no such run", hint="start it with `stoa run CONFIG`")
+    if problem.status in (RPCStatusCode.CANCELLED, RPCStatusCode.DEADLINE_EXCEEDED) and run:
+        return ServiceUnavailableError(f"run {run}: its control process does not answer", hint="is `python -m trainer_gpu.worker` running?")
     if problem.status in (RPCStatusCode.PERMISSION_DENIED, RPCStatusCode.UNAUTHENTICATED):
         return AccessDeniedError(f"Temporal at {address} refused us: {problem.message}")
     return ServiceUnavailableError(f"Temporal at {address}: {problem.message}", hint=_HOW_TO_START)
