@@ -18,7 +18,7 @@ TIGHT = {"delta": 0.15, "delta_kl": 0.05, "ratio_cap": 20.0}
 
 
 def run(mode: str, mu, pi, advantage, dtype=np.float64, **changes):
-    """keep and d loss / d ln pi of tokens given as probabilities."""
+    """Keep and d loss / d ln pi of tokens given as probabilities."""
     log_pi, log_mu, advantages = (np.asarray(x, dtype=dtype) for x in (np.log(pi), np.log(mu), advantage))
     found = gate(log_pi, log_mu, advantages, Gate(mode=mode, **{**TIGHT, **changes}))
     assert found.coefficient.dtype == dtype

@@ -264,7 +264,9 @@ class Simulation:
     shape=st.sampled_from([(1, 4), (2, 4), (4, 8), (1, 1)]),
     speeds=st.lists(st.floats(20, 120), min_size=1, max_size=5),
     num_groups=st.integers(1, 12),
-    fate=st.builds(Fate, st.floats(0, 0.5), st.floats(0, 0.3), st.floats(0, 0.5), st.sampled_from([0.0, 0.1, 0.3]), st.sampled_from([0.0, 0.1])),
+    fate=st.builds(
+        Fate, st.floats(0, 0.5), st.floats(0, 0.3), st.floats(0, 0.5), st.sampled_from([0.0, 0.1, 0.3]), st.sampled_from([0.0, 0.1])
+    ),
     seconds_a_step=st.floats(5, 40),
 )
 def test_no_history_stalls_the_run_or_overruns_the_bound(seed, staleness, shape, speeds, num_groups, fate, seconds_a_step):
