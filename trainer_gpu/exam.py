@@ -16,7 +16,7 @@ from stoa.bucket import keys
 from stoa.bucket.evals import Mark, read_summary, write_summary
 from stoa.bucket.store import Store
 from stoa.config.run import RunConfig
-from stoa.contracts.errors import FormatError, GroupRefusedError, ObjectExistsError
+from stoa.contracts.errors import FormatError, GroupRefusedError, ObjectExistsError, UnknownNameError
 from stoa.contracts.messages import EvaluationResult, SummariseRequest
 from stoa.contracts.ports import Progress
 from stoa.rollouts.admit import Reason, check_episode, rescore_episode
@@ -86,6 +86,7 @@ class Examiner:
         group = decode_group(self._store.get(key, max_bytes=MAX_GROUP_BYTES).data)
         self._check_part(group, key, request)
         for told in group.episodes:
+            self._check_question(told.question_id, key)
             check_episode(told, self._referee.prompt_ids_of(told.question_id), self._rules, key)
             episode = rescore_episode(told, self._rules, self._referee.rescore, key)
             parts = episode.reward_parts
@@ -107,6 +108,14 @@ class Examiner:
             )
         if group.state_id != self._rules.known(request.version):
             raise GroupRefusedError(Reason.WRONG_STATE, f"{key} was played on weights that are not version {request.version}")
+
+    def _check_question(self, question_id: str, key: str) -> None:
+        try:
+            split = self._environment.question(question_id).split
+        except UnknownNameError as error:
+            raise GroupRefusedError(Reason.UNKNOWN_QUESTION, f"{key}: {error.message}") from error
+        if split != "held_out":
+            raise GroupRefusedError(Reason.NOT_GRANTED, f"{key}: {question_id} is no held-out question")
 
     def _check_run(self, run: str) -> None:
         if run != self._run:

@@ -196,7 +196,8 @@ class Intake:
         with ThreadPoolExecutor(NUM_DOWNLOADS, thread_name_prefix="download") as pool:
             while not self._closing.is_set():
                 arrivals = self._look(oldest)
-                oldest = max(0, self._versions.newest - self._learning.max_staleness_hard)
+                # A little beyond the bound, so that most groups that come too late are dropped with a reason.
+                oldest = max(0, self._versions.newest - self._learning.max_staleness_hard - 2)
                 fresh = [arrival for arrival in arrivals if not self._dropped_unread(arrival)]
                 for arrival, data in zip(fresh, pool.map(self._read, fresh), strict=True):
                     if self._closing.is_set():

@@ -21,7 +21,7 @@ from trainer_gpu import host
 from trainer_gpu.policy import Policy
 from trainer_gpu.run_handle import RunHandle
 
-_BLOCK_GROUPS = 1 << 20
+BLOCK_GROUPS = 1 << 20
 
 
 class VersionPublisher:
@@ -74,15 +74,17 @@ def scan(
     scales: NDArray[np.uint16],
     biases: NDArray[np.uint16],
     hysteresis: float,
+    *,
+    block_groups: int = BLOCK_GROUPS,
 ) -> grid.Scan:
-    """`grid.scan` on the accelerator, a block of groups at a time; same arguments, errors and bits."""
+    """`grid.scan` on the accelerator, `block_groups` groups at a time; same arguments, errors and bits."""
     device = host.device()
     weights_N64 = torch.from_numpy(weights.reshape(-1, GROUP_SIZE))
     codes_N64 = torch.from_numpy(codes.reshape(-1, GROUP_SIZE))
     scales_N, biases_N = (torch.from_numpy(bits.reshape(-1).view(np.int16)).view(torch.bfloat16) for bits in (scales, biases))
     parts = [
-        _scan_block(*(t[first : first + _BLOCK_GROUPS].to(device) for t in (weights_N64, codes_N64, scales_N, biases_N)), hysteresis, first)
-        for first in range(0, len(weights_N64), _BLOCK_GROUPS)
+        _scan_block(*(t[first : first + block_groups].to(device) for t in (weights_N64, codes_N64, scales_N, biases_N)), hysteresis, first)
+        for first in range(0, len(weights_N64), block_groups)
     ]
     joined = [np.concatenate([part[i] for part in parts]) for i in range(6)]
     return grid.Scan(*joined, sum(part[6] for part in parts), max(part[7] for part in parts))
@@ -99,19 +101,19 @@ def _scan_block(
     """The fields of `grid.Scan` for some whole groups; `first_group` is the number of the first one in its tensor."""
     if not bool(torch.isfinite(weights_N64).all()):
         raise NonFiniteError("a weight is NaN or infinite")
-    places_N64 = _place(weights_N64, scales_N, biases_N)
-    nearest_N64 = _codes_of(places_N64)
+    places_N64 = place(weights_N64, scales_N, biases_N)
+    nearest_N64 = codes_of(places_N64)
     moved_N64 = nearest_N64 != old_N64
     if hysteresis > 0:
         threshold = torch.tensor(0.5 + hysteresis, dtype=torch.float32, device=places_N64.device)
         moved_N64 &= (places_N64 - old_N64.float()).abs() > threshold
     outside_N = (places_N64.amin(1) < -1) | (places_N64.amax(1) > 256)
     regrid_R = outside_N.nonzero().squeeze(1)
-    new_scales_R, new_biases_R = _make_grid(weights_N64[regrid_R])
+    new_scales_R, new_biases_R = make_grid(weights_N64[regrid_R])
     differs_R = (new_scales_R != scales_N[regrid_R]) | (new_biases_R != biases_N[regrid_R])
     regrid_R, new_scales_R, new_biases_R = regrid_R[differs_R], new_scales_R[differs_R], new_biases_R[differs_R]
-    places_N64[regrid_R] = _place(weights_N64[regrid_R], new_scales_R, new_biases_R)
-    nearest_N64[regrid_R] = _codes_of(places_N64[regrid_R])
+    places_N64[regrid_R] = place(weights_N64[regrid_R], new_scales_R, new_biases_R)
+    nearest_N64[regrid_R] = codes_of(places_N64[regrid_R])
     moved_N64[regrid_R] = False
     final_N64 = torch.where(moved_N64, nearest_N64, old_N64)
     final_N64[regrid_R] = nearest_N64[regrid_R]
@@ -122,22 +124,22 @@ def _scan_block(
         positions_C.cpu().numpy() + first_group * GROUP_SIZE,
         nearest_N64.flatten()[positions_C].cpu().numpy(),
         regrid_R.cpu().numpy() + first_group,
-        _bits(new_scales_R),
-        _bits(new_biases_R),
+        bits(new_scales_R),
+        bits(new_biases_R),
         nearest_N64[regrid_R].cpu().numpy(),
         int(clipped_N64.sum()),
         float(lag_N64.max()),
     )
 
 
-def _make_grid(weights_R64: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def make_grid(weights_R64: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and biases, bf16 [R], as `grid.make_grid`. Raises NonFiniteError where a group is too wide."""
     if not len(weights_R64):
         empty = torch.empty(0, dtype=torch.bfloat16, device=weights_R64.device)
         return empty, empty
     low_R, high_R = weights_R64.amin(1), weights_R64.amax(1)
     # A tensor divisor: dividing by a Python number multiplies by its reciprocal on CUDA, which rounds otherwise.
-    steps = torch.full_like(low_R, 255 - 2 * grid.HEADROOM)
+    steps = torch.full_like(low_R, float(grid._STEPS))
     scales_R = ((high_R - low_R) / steps).bfloat16()
     constant_R = scales_R.float() < 2.0**-126
     scales_R = torch.where(constant_R, torch.ones_like(scales_R), scales_R)
@@ -147,13 +149,16 @@ def _make_grid(weights_R64: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scales_R, biases_R
 
 
-def _place(weights_N64: torch.Tensor, scales_N: torch.Tensor, biases_N: torch.Tensor) -> torch.Tensor:
+def place(weights_N64: torch.Tensor, scales_N: torch.Tensor, biases_N: torch.Tensor) -> torch.Tensor:
+    """Where weights [N, 64] lie on their grid (bf16 [N]), in code steps, fp32; as `grid.place`."""
     return (weights_N64 - biases_N.float().unsqueeze(1)) / scales_N.float().unsqueeze(1)
 
 
-def _codes_of(places_N64: torch.Tensor) -> torch.Tensor:
+def codes_of(places_N64: torch.Tensor) -> torch.Tensor:
+    """Nearest codes, ties to even, uint8; as `grid.codes_of`."""
     return places_N64.round().clamp(0, 255).to(torch.uint8)
 
 
-def _bits(values_R: torch.Tensor) -> NDArray[np.uint16]:
+def bits(values_R: torch.Tensor) -> NDArray[np.uint16]:
+    """The bit patterns of a bf16 tensor."""
     return values_R.view(torch.int16).cpu().numpy().view(np.uint16)

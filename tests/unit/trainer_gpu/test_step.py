@@ -72,7 +72,7 @@ def test_cut_into_rows_does_not_change_the_gradient(groups: list[Group]) -> None
 
 
 def test_gradient_equals_autograd_of_the_formula_one_episode_at_a_time(groups: list[Group]) -> None:
-    """sum of -A ln pi over sampled tokens / denominator: on policy the ratio is 1 and nothing is dropped."""
+    """Sum of -A ln pi over sampled tokens / denominator: on policy the ratio is 1 and nothing is dropped."""
     from trainer_gpu.model import forward_packed
 
     policy, _ = step(groups, LEARNING.model_copy(update={"grad_clip": 1.0}))
@@ -94,7 +94,7 @@ def test_gradient_equals_autograd_of_the_formula_one_episode_at_a_time(groups: l
 
 
 def test_stale_logprobs_are_gated_and_counted(groups: list[Group]) -> None:
-    """mu doubled in odds against pi: positive advantages on likely tokens move too far and are dropped."""
+    """Mu doubled in odds against pi: positive advantages on likely tokens move too far and are dropped."""
     shifted = [
         replace(g, episodes=tuple(replace(e, logprobs=np.log(np.exp(e.logprobs) * 0.5)) for e in g.episodes)) for g in groups
     ]

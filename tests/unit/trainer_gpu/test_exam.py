@@ -1,0 +1,137 @@
+"""Held-out examinations: marked from ids, whatever the Mac claims, and written once."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stoa.bucket import keys
+from stoa.bucket.evals import all_summaries, read_summary
+from stoa.bucket.store import Store
+from stoa.chat.render import ChatRenderer
+from stoa.contracts.errors import FormatError, GroupRefusedError
+from stoa.contracts.messages import SummariseRequest
+from stoa.rollouts.records import Episode, Fingerprint, Group, Turn
+from stoa.rollouts.shard import encode_group
+from tests.unit.trainer_gpu.player import POLICY, search, vocab_size
+from tests.unit.trainer_gpu.runs import Reports, config_of
+from trainer_gpu.exam import Examiner, wilson_95
+
+
+def answer_of(question_id: str, *, right: bool) -> Episode:
+    """An episode that answers at once, without a search."""
+    environment = search()
+    question = environment.question(question_id)
+    other = next(q for q in environment.question_ids("held_out") if environment.question(q).answers != question.answers)
+    word = question.answers[0] if right else environment.question(other).answers[0]
+    renderer = ChatRenderer((POLICY / "tokenizer.json").read_bytes())
+    turn = [*renderer.encode(f"Answer: {word}"), *environment.stop_ids]
+    prompt = list(environment.prompt_ids(question_id))
+    ids = np.array(prompt + turn, np.int32)
+    mask = np.array([0] * len(prompt) + [1] * len(turn), np.uint8)
+    outcome = environment.score(question_id, [turn])
+    return Episode(
+        question_id,
+        ids,
+        mask,
+        np.full(len(turn), -0.5, np.float32),
+        (Turn(len(prompt), len(ids), True),),
+        outcome.reward,
+        dict(outcome.parts),
+        "answered",
+    )
+
+
+def part_of(episodes: list[Episode], *, host: str = "mac", version: int = 3) -> Group:
+    return Group("test", host, 7, 0, "eval", "", version, f"state-{version}", 1.0, 0, tuple(episodes), Fingerprint("e", "b"))
+
+
+@pytest.fixture
+def examiner(store: Store) -> Examiner:
+    known = {3: "state-3"}
+    return Examiner(store, config_of(store), search(), vocab_size=vocab_size(), known=known.get)
+
+
+def put(store: Store, group: Group, part: int) -> str:
+    key = keys.eval_part("test", group.version, "ev", part, group.host)
+    store.create(key, encode_group(group))
+    return key
+
+
+def summarise(examiner: Examiner, parts: list[str], num: int):
+    return examiner.summarise(SummariseRequest("test", "ev", 3, tuple(parts), num), Reports())
+
+
+def test_questions_are_the_same_each_time_and_held_out(examiner: Examiner) -> None:
+    chosen = examiner.held_out("test", 128, 0)
+    assert len(set(chosen)) == 128
+    assert chosen == examiner.held_out("test", 512, 0)[:128]
+    assert chosen != examiner.held_out("test", 128, 1)
+    assert set(chosen) <= set(search().question_ids("held_out"))
+    assert len(examiner.held_out("test", 10_000, 0)) == len(search().question_ids("held_out"))
+
+
+def test_marks_come_from_ids_and_the_summary_is_written_once(store: Store, examiner: Examiner) -> None:
+    questions = examiner.held_out("test", 6, 0)
+    episodes = [answer_of(q, right=i < 4) for i, q in enumerate(questions)]
+    parts = [put(store, part_of(episodes[:3]), 0), put(store, part_of(episodes[3:]), 1)]
+    # A part that came twice, from another Mac: its questions are not counted again.
+    parts.append(put(store, part_of(episodes[:3], host="other"), 0))
+    result = summarise(examiner, parts, 6)
+    assert (result.num_questions, result.pass_at_1, result.search_rate) == (6, 4 / 6, 0.0)
+    assert result.cover == result.exact_match == 4 / 6
+    assert result.interval_95 == pytest.approx((0.29999, 0.90323), abs=1e-5)
+    assert result.error == ""
+    assert read_summary(store, result.key).result == result
+    assert [mark.strict_cover for mark in read_summary(store, result.key).marks] == [1, 1, 1, 1, 0, 0]
+    assert summarise(examiner, parts[:1], 6) == result
+    assert [summary.result for summary in all_summaries(store, "test")] == [result]
+
+
+def test_missing_questions_are_told(store: Store, examiner: Examiner) -> None:
+    questions = examiner.held_out("test", 2, 0)
+    result = summarise(examiner, [put(store, part_of([answer_of(questions[0], right=True)]), 0)], 2)
+    assert (result.num_questions, result.error) == (1, "1 questions have no episode")
+
+
+@pytest.mark.parametrize(
+    ("reason", "spoil"),
+    [
+        ("wrong_reward", lambda e: replace(e, reward=1.0 - e.reward)),
+        ("wrong_prompt", lambda e: replace(e, ids=np.concatenate([[9], e.ids[1:]]).astype(np.int32))),
+        ("logprob", lambda e: replace(e, logprobs=e.logprobs * np.float32(np.nan))),
+    ],
+)
+def test_part_that_lies_is_refused(store: Store, examiner: Examiner, reason: str, spoil) -> None:
+    episode = spoil(answer_of(examiner.held_out("test", 1, 0)[0], right=False))
+    with pytest.raises(GroupRefusedError) as caught:
+        summarise(examiner, [put(store, part_of([episode]), 0)], 1)
+    assert caught.value.reason == reason
+
+
+def test_part_of_other_weights_or_version_is_refused(store: Store, examiner: Examiner) -> None:
+    episode = answer_of(examiner.held_out("test", 1, 0)[0], right=True)
+    for group in (replace(part_of([episode]), state_id="x"), part_of([episode], version=2)):
+        with pytest.raises(GroupRefusedError):
+            key = keys.eval_part("test", 3, "ev", group.version, f"mac{len(group.state_id)}")
+            store.create(key, encode_group(group))
+            summarise(examiner, [key], 1)
+
+
+def test_training_question_is_refused(store: Store, examiner: Examiner) -> None:
+    episode = answer_of(search().question_ids("train")[0], right=True)
+    with pytest.raises(GroupRefusedError):
+        summarise(examiner, [put(store, part_of([episode]), 0)], 1)
+
+
+def test_other_run_is_refused(examiner: Examiner) -> None:
+    with pytest.raises(FormatError):
+        examiner.held_out("other", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("right", "num", "low", "high"),
+    [(0, 0, 0.0, 1.0), (0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (50, 100, 0.40383, 0.59617)],
+)
+def test_wilson_interval(right: int, num: int, low: float, high: float) -> None:
+    assert wilson_95(right, num) == pytest.approx((low, high), abs=1e-5)

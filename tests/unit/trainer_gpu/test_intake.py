@@ -1,0 +1,157 @@
+"""Groups on their way to a step: fetched beside the trainer, admitted or refused with a reason, dropped and told early."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stoa.bucket import keys
+from stoa.bucket.steps import Dropped
+from stoa.bucket.store import Store
+from stoa.rollouts.records import Group
+from stoa.rollouts.shard import encode_group
+from tests.unit.trainer_gpu.player import search, vocab_size
+from tests.unit.trainer_gpu.runs import Reports, config_of
+from tests.unit.trainer_gpu.test_exam import answer_of
+from trainer_gpu.intake import Intake, Starved, Taken
+from trainer_gpu.referee import Referee, rules_of
+from trainer_gpu.versions import KnownVersions
+
+QUESTIONS = search().question_ids("train")
+
+
+def group(slot: int, num_right: int = 2, *, version: int = 3, host: str = "mac", **changes: object) -> Group:
+    episodes = [answer_of(QUESTIONS[slot], right=i < num_right) for i in range(4)]
+    made = replace(_empty(slot, version, host), episodes=tuple(episodes), question_id=QUESTIONS[slot])
+    return replace(made, **changes)
+
+
+def _empty(slot: int, version: int, host: str) -> Group:
+    from stoa.rollouts.records import Fingerprint
+
+    return Group("test", host, 0, slot, "train", "", version, f"state-{version}", 1.0, 0, (), Fingerprint("e", "b"))
+
+
+@pytest.fixture
+def noted() -> list[Dropped]:
+    return []
+
+
+@pytest.fixture
+def intake(store: Store, noted: list[Dropped]) -> Iterator[Intake]:
+    """Two groups a step, at most eight looked at; newest version 5, hard bound 2, versions 3 to 5 known."""
+    yield from _made(store, noted, settled=())
+
+
+def _made(store: Store, noted: list[Dropped], settled: Sequence[str]) -> Iterator[Intake]:
+    config = config_of(store, groups_per_step=2, max_staleness_hard=2, starved_seconds=4.0, intake_poll_seconds=0.05)
+    versions = KnownVersions(store, "test", "", window=2)
+    for version in (3, 4, 5):
+        versions.add(version, f"state-{version}")
+    rules = rules_of(config, search(), vocab_size(), versions.state_of)
+    made = Intake(store, rules, Referee(search()), versions, config.learning, settled=settled, note=lambda found: noted.extend(found))
+    made.start()
+    yield made
+    made.close()
+
+
+def put(store: Store, sent: Group, data: bytes | None = None) -> str:
+    key = keys.group("test", sent.version, sent.host, sent.sweep, sent.group)
+    store.create(key, encode_group(sent) if data is None else data)
+    return key
+
+
+def test_oldest_groups_come_first_and_what_goes_with_the_step_is_told(store: Store, intake: Intake) -> None:
+    sent = {slot: put(store, group(slot, version=version)) for slot, version in ((0, 5), (1, 3), (2, 4))}
+    time.sleep(0.7)
+    taken = intake.take(5, Reports())
+    assert isinstance(taken, Taken)
+    assert taken.keys == (sent[1], sent[2])
+    assert taken.groups[0].question_id == QUESTIONS[1]
+    assert taken.hosts["mac"].accepted == 3
+    assert taken.dropped == taken.refused == ()
+    intake.settle()
+    put(store, group(3, version=5))
+    again = intake.take(5, Reports())
+    assert isinstance(again, Taken)
+    assert again.keys[0] == sent[0]
+    assert again.hosts["mac"].accepted == 1
+
+
+def test_dishonest_torn_and_stale_groups_are_kept_out_with_a_reason(store: Store, intake: Intake) -> None:
+    lie = group(4)
+    lie = replace(lie, episodes=tuple(replace(e, reward=1.0) for e in lie.episodes))
+    refused = {
+        put(store, lie): "wrong_reward",
+        put(store, group(5), data=b"no group"): "malformed",
+        put(store, group(6, state_id="x")): "wrong_state",
+        put(store, group(7), data=encode_group(group(7, run="other"))): "wrong_owner",
+    }
+    stale = put(store, group(8, version=2))
+    flat = {put(store, group(9, 0)): "all_zero", put(store, group(10, 4)): "all_one"}
+    good = {put(store, group(slot)) for slot in (0, 1)}
+    time.sleep(1.0)
+    taken = intake.take(5, Reports())
+    assert isinstance(taken, Taken)
+    assert set(taken.keys) == good
+    assert {r.key: r.reason for r in taken.refused} == refused
+    assert {d.key: d.reason for d in taken.dropped} == {stale: "stale", **flat}
+    assert taken.hosts["mac"].refused == dict.fromkeys(refused.values(), 1)
+
+
+def test_settled_groups_are_never_taken_again(store: Store, noted: list[Dropped]) -> None:
+    done = [put(store, group(slot)) for slot in (0, 1)]
+    for intake in _made(store, noted, settled=done):
+        answer = intake.take(5, Reports())
+        assert isinstance(answer, Starved)
+        assert "0 of 2 groups" in answer.reason
+
+
+def test_put_back_groups_are_taken_again(store: Store, intake: Intake) -> None:
+    for slot in (0, 1):
+        put(store, group(slot))
+    first = intake.take(5, Reports())
+    intake.put_back()
+    assert isinstance(first, Taken)
+    assert intake.take(5, Reports()).keys == first.keys  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_dropped_groups_are_noted_while_the_step_waits(store: Store, intake: Intake, noted: list[Dropped]) -> None:
+    flat = put(store, group(0, 0))
+    progress = Reports()
+    assert isinstance(intake.take(5, progress), Starved)
+    assert noted == [Dropped(flat, "all_zero")]
+    assert any("waiting for groups" in seen for seen in progress.seen)
+
+
+def test_many_flat_groups_are_no_signal(store: Store, intake: Intake) -> None:
+    for slot in range(8):
+        put(store, group(slot, 4))
+    answer = intake.take(5, Reports())
+    assert isinstance(answer, Starved)
+    assert "equal rewards" in answer.reason
+
+
+def test_fault_of_the_thread_reaches_the_step(store: Store, intake: Intake) -> None:
+    """A bucket that vanishes is no outage to ride out: the step fails with what the thread met."""
+    from stoa.contracts.errors import SetupMissingError
+
+    store._client.delete_bucket(Bucket=store.settings.name)
+    with pytest.raises(SetupMissingError):
+        for _ in range(50):
+            intake.take(5, Reports(stopping=True))
+            time.sleep(0.1)
+
+
+def test_numbers_of_a_group_arrive_unchanged(store: Store, intake: Intake) -> None:
+    sent = [group(slot) for slot in (0, 1)]
+    for one in sent:
+        put(store, one)
+    taken = intake.take(5, Reports())
+    assert isinstance(taken, Taken)
+    for before, after in zip(sent, taken.groups, strict=True):
+        for ours, theirs in zip(before.episodes, after.episodes, strict=True):
+            assert np.array_equal(ours.ids, theirs.ids)
+            assert np.array_equal(ours.logprobs, theirs.logprobs)
