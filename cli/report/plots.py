@@ -95,7 +95,7 @@ def _learning(record: RunRecord, axes: Axes) -> None:
         axes.plot(versions, values, color=colour, marker="o", markersize=4, label=label)
     axes.set(xlabel="version", ylabel="share of held-out questions", ylim=(0, 1.02))
     _whole_numbers(axes)
-    axes.legend(loc="lower right")
+    _legend(axes)
 
 
 def _reward(record: RunRecord, axes: Axes) -> None:
@@ -107,7 +107,7 @@ def _reward(record: RunRecord, axes: Axes) -> None:
     axes.plot(steps, _smooth(search), color=SERIES[1], linewidth=2, label="search rate")
     axes.set(xlabel="optimizer step", ylabel="mean over episodes", ylim=(0, 1.02))
     _whole_numbers(axes)
-    axes.legend(loc="lower right")
+    _legend(axes)
 
 
 def _distance(record: RunRecord, axes: Axes) -> None:
@@ -118,7 +118,7 @@ def _distance(record: RunRecord, axes: Axes) -> None:
         axes.plot(steps, [row.metrics.get(name, np.nan) for row in record.steps], color=colour, label=label)
     axes.set(xlabel="optimizer step", ylabel="share of tokens", ylim=(0, None))
     _whole_numbers(axes)
-    axes.legend(loc="upper left")
+    _legend(axes)
 
 
 def _staleness(record: RunRecord, axes: Axes) -> None:
@@ -129,7 +129,7 @@ def _staleness(record: RunRecord, axes: Axes) -> None:
     axes.plot(steps, mean, color=SERIES[0], label="mean of the step's groups")
     axes.set(xlabel="optimizer step", ylabel="staleness (versions)", ylim=(0, None))
     _whole_numbers(axes)
-    axes.legend(loc="upper left")
+    _legend(axes)
 
 
 def _bytes(record: RunRecord, axes: Axes) -> None:
@@ -142,21 +142,24 @@ def _bytes(record: RunRecord, axes: Axes) -> None:
     axes.set(xlabel="version", ylabel="bytes", ylim=(0, None))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: bytes_text(value)))
     _whole_numbers(axes)
-    axes.legend(loc="center right")
+    _legend(axes)
 
 
 def _trainer_time(record: RunRecord, axes: Axes) -> None:
-    begin = record.started_at
-    versions = {row.step: row for row in record.versions}
-    for colour, label, spans in (
-        (SERIES[1], "waits for groups", [(row.started_at - begin, row.wait_seconds) for row in record.steps]),
-        (SERIES[0], "optimizer step", [(row.started_at - begin + row.wait_seconds, row.train_seconds) for row in record.steps]),
-        (SERIES[2], "publishes", [(r.published_at - r.latency_seconds - begin, r.latency_seconds) for r in versions.values()]),
-    ):
-        axes.broken_barh([span for span in spans if span[1] > 0], (0.1, 0.8), facecolors=colour, label=label)
-    axes.set(xlabel="seconds since the start", ylim=(0, 1.6), yticks=[], xlim=(0, max(1.0, record.seconds)))
-    axes.grid(visible=False, axis="y")
-    axes.legend(loc="upper left", ncols=3)
+    versions = sorted({row.version for row in record.steps})
+    published = {row.version: row.latency_seconds for row in record.versions}
+    spent = (
+        (SERIES[0], "optimizer steps", [sum(r.train_seconds for r in record.steps if r.version == v) for v in versions]),
+        (SERIES[2], "publishing the next", [published.get(v + 1, 0.0) for v in versions]),
+        (SERIES[1], "waiting for groups", [sum(r.wait_seconds for r in record.steps if r.version == v) for v in versions]),
+    )
+    bottom = np.zeros(len(versions))
+    for colour, label, seconds in spent:
+        axes.bar(versions, seconds, bottom=bottom, color=colour, width=0.8, label=label)
+        bottom += np.array(seconds)
+    axes.set(xlabel="version the steps began from", ylabel="seconds", ylim=(0, None))
+    _whole_numbers(axes)
+    _legend(axes)
 
 
 def _smooth(values: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> list[float]:
@@ -166,6 +169,10 @@ def _smooth(values: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> list[floa
         window = window[np.isfinite(window)]
         means.append(float(window.mean()) if len(window) else float("nan"))
     return means
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.2, handlelength=1.4)
 
 
 def _whole_numbers(axes: Axes) -> None:
@@ -203,5 +210,11 @@ _FIGURES: Final[Sequence[_Figure]] = (
         lambda record: any(row.delta_bytes for row in record.versions),
         _bytes,
     ),
-    ("trainer_time", "The trainer's time", "What the trainer was doing.", lambda record: bool(record.steps), _trainer_time),
+    (
+        "trainer_time",
+        "The trainer's time",
+        "Of each version: its optimizer steps, publishing the version after it, and waits for groups.",
+        lambda record: bool(record.steps),
+        _trainer_time,
+    ),
 )
