@@ -82,6 +82,7 @@ class GrantKeeper:
         self._notes: set[str] = set()
         self._noted: set[GroupKey] = set()
         self._arrived: set[GroupKey] = set()
+        self._ended_before: dict[str, int] = {}
         self._away: set[str] = set()
         self._fresh_until = 0.0
         self._lock = threading.Lock()
@@ -97,6 +98,7 @@ class GrantKeeper:
         while True:
             with self._lock:
                 self._away.discard(request.host)
+                self._ended_before[request.host] = max(self._ended_before.get(request.host, 0), request.ended_before)
                 answer = self._answer(request)
             if answer.question_ids or answer.run_state != "running":
                 return answer
@@ -141,6 +143,7 @@ class GrantKeeper:
             grants=self._grants.values(),
             arrived=self._arrived,
             settled=self._lineage.settled | self._noted,
+            ended_before=self._ended_before,
             away=self._away,
         )
         return decide(

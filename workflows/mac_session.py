@@ -138,7 +138,7 @@ class MacSessionWorkflow:
 
     def _ask(self, sweep: int) -> Fetch:
         given = self._given
-        request = GrantRequest(given.run, given.host, sweep, given.groups, GRANT_WAIT_SECONDS)
+        request = GrantRequest(given.run, given.host, sweep, given.groups, GRANT_WAIT_SECONDS, ended_before=self._state.sweep)
         bounds = limits.grant(given.heartbeat_seconds, GRANT_WAIT_SECONDS)
         return Fetch(sweep, call(names.GRANT_SWEEP, request, Grant, bounds), workflow.time())
 
