@@ -80,7 +80,9 @@ def test_folder_of_running_services_is_refused(services: Server) -> None:
     assert "in use by process" in done.stderr
 
 
-@pytest.mark.parametrize("command", [("status", "nosuch"), ("pause", "nosuch"), ("report", "nosuch"), ("run", "--resume", "--set", "run=nosuch")])
+@pytest.mark.parametrize(
+    "command", [("status", "nosuch"), ("pause", "nosuch"), ("report", "nosuch"), ("run", "--resume", "--set", "run=nosuch")]
+)
 def test_run_that_is_not_there_is_named(services: Server, command: tuple[str, ...]) -> None:
     stoa("setup", env=services.env)
     done = stoa(*command, env=services.env)
@@ -100,7 +102,9 @@ def test_used_run_name_is_refused_and_resume_is_named(services: Server, tmp_path
     assert "--resume" in second.stderr
     third = stoa("run", "--detach", "--resume", "--set", "run=twice", env=services.env)
     assert "has not stopped" in third.stderr
-    fourth = stoa("run", "--detach", "--resume", "--set", "run=twice", "--set", "rollout.groups=4", "--set", "stop.max_steps=8", env=services.env)
+    fourth = stoa(
+        "run", "--detach", "--resume", "--set", "run=twice", "--set", "rollout.groups=4", "--set", "stop.max_steps=8", env=services.env
+    )
     assert "rollout.groups: 8 -> 4" in fourth.stderr
     assert "stop.max_steps" not in fourth.stderr.partition("hint")[0]
 
