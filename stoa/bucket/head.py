@@ -114,7 +114,7 @@ class HeadWriter:
             step, steps = (head.step, head.step_manifest_key) if reset is None else (reset.step, reset.step_manifest_key)
             new = replace(head, epoch=token, owner=self._owner, step=step, step_manifest_key=steps, seq=head.seq + 1, nonce=nonce)
             if self._try(new, etag):
-                head = new
+                head = self._signed(new)
                 break
         else:
             raise self._contended()
@@ -142,7 +142,7 @@ class HeadWriter:
             new = replace(head, **changes, seq=head.seq + 1, nonce=nonce)
             if self._try(new, etag):
                 self._version = new.version
-                return new
+                return self._signed(new)
         raise self._contended()
 
     def set_state(self, state: RunState, nonce: str) -> Head:
@@ -161,7 +161,7 @@ class HeadWriter:
             epoch = head.epoch
             new = replace(head, state=state, seq=head.seq + 1, nonce=nonce)
             if self._try(new, etag):
-                return new
+                return self._signed(new)
         raise self._contended()
 
     def _try(self, head: Head, etag: str | None) -> bool:
@@ -176,6 +176,10 @@ class HeadWriter:
         finally:
             self._next_write_at = time.monotonic() + self._interval_seconds
         return True
+
+    def _signed(self, head: Head) -> Head:
+        """HEAD as a reader gets it."""
+        return replace(head, sig=self._signer.sign(_HEAD.dump_python(head, mode="json")))
 
     def _contended(self) -> ServiceUnavailableError:
         return ServiceUnavailableError(f"run {self._run}: HEAD changed under {_MAX_SWAPS} swaps in a row", hint="try again")
