@@ -1,9 +1,9 @@
-"""How old a group is when it is trained on, in versions and in optimizer steps.
+"""How old a group is when it is trained on, in versions.
 
 The clock stops at consumption, not when a group was sampled or arrived: time in the queue counts.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 
 def lag_versions(trainer_version: int, group_version: int) -> int:
@@ -14,14 +14,6 @@ def lag_versions(trainer_version: int, group_version: int) -> int:
     if group_version > trainer_version:
         raise ValueError(f"a group of version {group_version} cannot be older than the trainer's version {trainer_version}")
     return trainer_version - group_version
-
-
-def lag_steps(step: int, step_of_version: Mapping[int, int], group_version: int) -> int:
-    """Optimizer steps taken since the group's version: the drift that several steps a version add to the lag.
-
-    step: steps done before the one that consumes the group. step_of_version: steps done when a version was published.
-    """
-    return step - step_of_version[group_version]
 
 
 def is_stale(trainer_version: int, group_version: int, max_staleness_hard: int) -> bool:

@@ -185,7 +185,16 @@ def test_a_manifest_that_contradicts_itself_is_neither_written_nor_read(store, c
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("step", 2), ("epoch", 7), ("run", "other"), ("step", "1"), ("wait_seconds", -1.0), ("metrics", {"a": 10**400}), ("hosts", {"a": 3}), ("extra", 1)],
+    [
+        ("step", 2),
+        ("epoch", 7),
+        ("run", "other"),
+        ("step", "1"),
+        ("wait_seconds", -1.0),
+        ("metrics", {"a": 10**400}),
+        ("hosts", {"a": 3}),
+        ("extra", 1),
+    ],
 )
 def test_a_manifest_with_a_wrong_field_is_refused(store, name, value):
     key = put(store, {**tree(manifest()), name: value}, keys.step_manifest(RUN, 1000, 1))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoa.learning.staleness import histogram, is_stale, lag_steps, lag_versions
+from stoa.learning.staleness import histogram, is_stale, lag_versions
 
 
 def test_lag_is_the_versions_published_since():
@@ -13,11 +13,6 @@ def test_lag_is_the_versions_published_since():
 def test_a_group_of_a_version_to_come_is_an_error():
     with pytest.raises(ValueError, match="version 8"):
         lag_versions(7, 8)
-
-
-def test_drift_in_steps_counts_every_update_since_the_version():
-    # Versions after 4 steps each; two steps into version 2 a group of version 1 has seen 4 + 2 updates.
-    assert lag_steps(10, {0: 0, 1: 4, 2: 8}, 1) == 6
 
 
 def test_the_hard_bound_is_inclusive():

@@ -1,0 +1,86 @@
+"""The catalogue of metrics: every number a step or version records, with its unit and which way is good.
+
+A metric is declared here once and nowhere else; who computes it and who draws it look its meaning up by name. Families
+(`staleness_3`, `would_drop_rate_tv`) are declared by their stem. Rates, shares and probabilities have no unit.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Better = Literal["higher", "lower", "neither"]
+Unit = Literal["", "nats", "tokens", "seconds", "versions", "groups", "episodes", "turns", "calls", "rows", "bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. `what` finishes the sentence "It is ..."."""
+
+    name: str
+    unit: Unit
+    better: Better
+    what: str
+
+
+CATALOGUE: Final = (
+    # Gate: shares are of tokens whose advantage is not 0.
+    Metric("gate_drop_rate", "", "lower", "the share of tokens with an advantage that the gate drops"),
+    Metric("gate_drop_rate_positive", "", "lower", "the same among tokens with a positive advantage"),
+    Metric("gate_drop_rate_negative", "", "lower", "the same among tokens with a negative advantage"),
+    Metric("ratio_capped_fraction", "", "lower", "the share of tokens whose pi / mu is held at the cap"),
+    Metric("bad_fraction", "", "lower", "the share of tokens with a negative advantage that fell by more than 0.5 in probability"),
+    # Divergence of the trainer (pi) from the sampler (mu), over sampled tokens.
+    Metric("mismatch_mean", "", "lower", "the mean of |pi - mu|"),
+    Metric("mismatch_p50", "", "lower", "the median of |pi - mu|"),
+    Metric("mismatch_p99", "", "lower", "the 99th percentile of |pi - mu|"),
+    Metric("mismatch_max", "", "lower", "the largest |pi - mu|"),
+    Metric("k3", "nats", "lower", "the k3 estimate of the KL divergence of mu from pi"),
+    Metric("ess_fraction", "", "higher", "the effective sample size of the weights pi / mu over the number of tokens"),
+    # Policy.
+    Metric("entropy", "nats", "neither", "the mean entropy of the policy where it sampled a token"),
+    Metric("logprob_positive_mean", "nats", "higher", "the mean ln pi of tokens with a positive advantage: it sinks before a collapse"),
+    Metric("grad_norm", "", "neither", "the norm of the gradient before clipping"),
+    Metric("learning_rate", "", "neither", "the learning rate of the step"),
+    Metric("sampled_tokens", "tokens", "neither", "the sampled tokens of the step"),
+    Metric("num_rows", "rows", "neither", "the packed rows of the step"),
+    # Staleness and the queue.
+    Metric("staleness_mean", "versions", "lower", "the mean lag of the step's groups at consumption"),
+    Metric("staleness_max", "versions", "lower", "the largest lag of the step's groups"),
+    Metric("pull_latency_seconds", "seconds", "lower", "the median time from a version's publication to serving it, over the step's Macs"),
+    Metric("groups_refused", "groups", "lower", "the groups that were not admitted since the step before"),
+    Metric("zero_variance_fraction", "", "lower", "the share of groups whose rewards are all equal, of those looked at"),
+    # Task, over the episodes of the step's groups.
+    Metric("num_groups", "groups", "neither", "the groups of the step"),
+    Metric("num_episodes", "episodes", "neither", "the episodes of the step"),
+    Metric("reward_mean", "", "higher", "the mean reward"),
+    Metric("search_rate", "", "higher", "the share of episodes that searched"),
+    Metric("cover", "", "higher", "the share of answers that contain a gold answer as text"),
+    Metric("exact_match", "", "higher", "the share of answers that are a gold answer"),
+    Metric("malformed_rate", "", "lower", "the share of episodes that a malformed turn ended"),
+    Metric("num_calls_mean", "calls", "neither", "the mean number of tool calls of an episode"),
+    Metric("turns_mean", "turns", "neither", "the mean number of turns of an episode"),
+    Metric("episode_tokens_mean", "tokens", "neither", "the mean length of an episode, prompt and results included"),
+    Metric("episode_tokens_max", "tokens", "neither", "the longest episode"),
+    Metric("sampled_tokens_per_episode", "tokens", "neither", "the mean number of sampled tokens of an episode"),
+    Metric("truncated_rate", "", "lower", "the share of episodes that a token limit ended"),
+    # Weights, of a version.
+    Metric("changed_fraction", "", "neither", "the share of int8 codes that a version changes"),
+    Metric("delta_bytes", "bytes", "lower", "the size of a version's delta"),
+    Metric("anchor_bytes", "bytes", "neither", "the size of a version's anchor"),
+    Metric("num_clipped", "", "lower", "the weights whose master lies beyond the grid"),
+)
+
+FAMILIES: Final = (
+    Metric("would_drop_rate", "", "neither", "the share of tokens with an advantage that this gate mode would have dropped"),
+    Metric("staleness", "groups", "neither", "the number of the step's groups with this lag in versions"),
+    Metric("dropped", "groups", "lower", "the groups dropped for this reason since the step before"),
+    Metric("alarm", "", "lower", "1 where the alarm of this name fired"),
+)
+
+_BY_NAME: Final = {metric.name: metric for metric in CATALOGUE}
+
+
+def find(name: str) -> Metric | None:
+    """The metric of this name, or the family it belongs to; None if it is not declared."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    return next((family for family in FAMILIES if name.startswith(f"{family.name}_")), None)
