@@ -280,8 +280,8 @@ def _check_turns(episode: Episode, rules: Rules, where: str) -> None:
         num_tokens = turn.end - turn.start
         if num_tokens > rules.max_turn_tokens:
             _refuse(Reason.TOO_LONG, where, f"a turn of {num_tokens} tokens")
-        stops = np.isin(episode.ids[turn.start : turn.end], list(rules.stop_ids))
-        if bool(stops[:-1].any()) or bool(stops[-1]) != turn.stopped:
+        *before, last = episode.ids[turn.start : turn.end].tolist()
+        if not rules.stop_ids.isdisjoint(before) or (last in rules.stop_ids) != turn.stopped:
             _refuse(Reason.WRONG_TURNS, where, f"the turn at {turn.start} does not end with its first stop id")
         at_limit = num_tokens == rules.max_turn_tokens or turn.end == rules.max_episode_tokens
         if not turn.stopped and not at_limit:

@@ -23,7 +23,7 @@ Legend: T tokens, E episodes, K turns.
 import io
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Final, cast
 
 import numpy as np
@@ -246,7 +246,7 @@ def _document(group: Group) -> _Document:
         seed=group.seed,
         engine=group.fingerprint.engine,
         build=group.fingerprint.build,
-        timings=_TimingsDocument(**asdict(group.timings)),
+        timings=_TimingsDocument(**{name: getattr(group.timings, name) for name in Timings.__slots__}),
         episodes=tuple(
             _EpisodeDocument(e.question_id, e.reward, e.reward_parts, e.stop_reason, e.seconds) for e in group.episodes
         ),
@@ -270,7 +270,7 @@ def _group(tensors: _Tensors, document: _Document) -> Group:
         seed=document.seed,
         episodes=_episodes(tensors, document.episodes),
         fingerprint=Fingerprint(document.engine, document.build),
-        timings=Timings(**asdict(document.timings)),
+        timings=Timings(**{name: getattr(document.timings, name) for name in Timings.__slots__}),
     )
 
 
