@@ -139,7 +139,7 @@ def make_grid(weights_R64: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return empty, empty
     low_R, high_R = weights_R64.amin(1), weights_R64.amax(1)
     # A tensor divisor: dividing by a Python number multiplies by its reciprocal on CUDA, which rounds otherwise.
-    steps = torch.full_like(low_R, float(grid._STEPS))
+    steps = torch.full_like(low_R, float(grid.STEPS))
     scales_R = ((high_R - low_R) / steps).bfloat16()
     constant_R = scales_R.float() < 2.0**-126
     scales_R = torch.where(constant_R, torch.ones_like(scales_R), scales_R)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from stoa.bucket.head import Head, poll_head
+from stoa.bucket.head import Head
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
 from stoa.contracts.errors import DigestError, FormatError, ObjectMissingError, StoaError, WeightsError
@@ -50,7 +50,6 @@ class Versions:
     """Weights of one run on this Mac. All but `run_state` is for the engine's thread only."""
 
     def __init__(self, store: Store, document: RunDocument, model_config: Mapping[str, object], folder: Path) -> None:
-        self._store, self._document = store, document
         self._config = read_model_config(model_config)
         self._puller = Puller(store, document, folder)
         self._served: Served | None = None
@@ -66,7 +65,7 @@ class Versions:
         """HEAD as it is now; None before a trainer has taken the run."""
         with self._lock:
             try:
-                found = poll_head(self._store, self._document.run, self._document.public_key, self._etag)
+                found = self._puller.poll_head(self._etag)
             except ObjectMissingError:
                 return None
             if found is not None:

@@ -23,7 +23,7 @@ Bits16 = NDArray[np.uint16]
 HEADROOM: Final = 1
 """Free code steps below the smallest and above the largest weight the grid was made from; bf16 rounding of scale and bias
 may eat up to one more, hence the 2 below."""
-_STEPS: Final = np.float32(255 - 2 * HEADROOM - 2)
+STEPS: Final = np.float32(255 - 2 * HEADROOM - 2)
 _SMALLEST_SCALE: Final = np.float32(2.0**-126)
 _BLOCK_GROUPS: Final = 16384
 _ONE_BITS: Final = 0x3F80
@@ -81,7 +81,7 @@ def make_grid(weights: Floats) -> tuple[Bits16, Bits16]:
     groups_N64 = _grouped(weights)
     low_N, high_N = groups_N64.min(axis=1), groups_N64.max(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
-        scales_N = bf16_bits((high_N - low_N) / _STEPS)
+        scales_N = bf16_bits((high_N - low_N) / STEPS)
         constant_N = bf16_values(scales_N) < _SMALLEST_SCALE
         scales_N[constant_N] = _ONE_BITS
         lowest_N = low_N - np.float32(HEADROOM) * bf16_values(scales_N)

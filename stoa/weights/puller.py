@@ -7,6 +7,7 @@ memory are touched by `apply` alone, after everything about an update has been c
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import structlog
 
 from stoa.bucket import keys
 from stoa.bucket.download import fetch, file_sha256
-from stoa.bucket.head import Head
+from stoa.bucket.head import Head, poll_head
 from stoa.bucket.manifest import Manifest
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store, check_sha256
@@ -39,6 +40,8 @@ from stoa.weights.state import WeightState
 
 KEPT_ANCHORS: Final = 2
 _MARK = "high_water.json"
+Mark = tuple[int, int, int]
+"""Epoch, version and seq of a HEAD; none of them ever goes down."""
 _Built = TypeVar("_Built")
 _log = structlog.get_logger()
 
@@ -71,6 +74,8 @@ class Puller:
         self.layout: Layout = layout_of_run(store, document)
         self.bytes_downloaded = 0
         folder.mkdir(parents=True, exist_ok=True)
+        self._mark_lock = threading.Lock()
+        self._mark = self._mark_at_start = self._read_mark()
 
     def join(self, head: Head) -> WeightState:
         """The weights HEAD names, from the cheapest anchor and deltas, verified. Takes what is on disk already."""
@@ -149,38 +154,53 @@ class Puller:
     def manifest_at(self, head: Head, version: int) -> Manifest:
         """The manifest of `version`, at or before HEAD's.
 
-        Raises ReplayedError if HEAD is older than one seen before, ObjectMissingError if there is no such version.
+        Raises ReplayedError if HEAD is older than one an earlier process saw, ObjectMissingError if there is no such version.
         """
-        self.check_head(head)
+        with self._mark_lock:
+            self._check(head, self._mark_at_start)
+            self._remember(head)
         newest = manifest_of(self._store, self._document, head)
         found = walk(self._store, self._document, newest, version)[-1]
         if found.version != version:
             raise ObjectMissingError(f"run {self._document.run} has no version {version}; HEAD is at {head.version}")
         return found
 
-    def check_head(self, head: Head) -> None:
-        """Raises ReplayedError if `head` is older than the newest HEAD this folder has seen; remembers it otherwise."""
-        mark = self._read_mark()
-        seen = [head.epoch, head.version, head.seq]
-        if any(now < before for now, before in zip(seen, mark, strict=True)):
+    def poll_head(self, etag: str) -> tuple[Head, str] | None:
+        """HEAD and its etag if it changed since `etag` ("" for never read). For any thread.
+
+        Raises ReplayedError if it is older than one read before, by this process or an earlier one with this folder.
+        """
+        with self._mark_lock:
+            found = poll_head(self._store, self._document.run, self._document.public_key, etag)
+            if found is not None:
+                self._check(found[0], self._mark)
+                self._remember(found[0])
+        return found
+
+    def _check(self, head: Head, mark: Mark) -> None:
+        if any(now < before for now, before in zip(_mark_of(head), mark, strict=True)):
             raise ReplayedError(
-                f"HEAD of run {self._document.run} went back from epoch, version, seq {mark} to {seen}",
+                f"HEAD of run {self._document.run} went back from epoch, version, seq {mark} to {_mark_of(head)}",
                 hint="somebody put an old HEAD back; if the run was made anew on purpose, remove this machine's state folder",
             )
-        if seen != mark:
+
+    def _remember(self, head: Head) -> None:
+        """Raise the high-water mark, in memory and on disk."""
+        if _mark_of(head) > self._mark:
+            self._mark = _mark_of(head)
             part = self._folder / f"{_MARK}.part"
-            part.write_text(json.dumps(seen), encoding="ascii")
+            part.write_text(json.dumps(self._mark), encoding="ascii")
             part.replace(self._folder / _MARK)
 
-    def _read_mark(self) -> list[int]:
+    def _read_mark(self) -> Mark:
         path = self._folder / _MARK
         try:
-            mark = json.loads(path.read_text(encoding="ascii"))
+            epoch, version, seq = (int(value) for value in json.loads(path.read_text(encoding="ascii")))
         except FileNotFoundError:
-            return [-1, -1, -1]
-        except ValueError as error:
+            return -1, -1, -1
+        except (TypeError, ValueError) as error:
             raise FormatError(f"{path} is not what this program writes", hint="remove it, or the machine's state folder") from error
-        return [int(value) for value in mark]
+        return epoch, version, seq
 
     def _way(self, target: Manifest, have: dict[int, str], rollups: bool) -> Plan:
         root = keys.root(self._document.run)
@@ -243,3 +263,7 @@ class Puller:
         for path in (self._folder / "deltas").glob("*"):
             if int(path.name[9:17]) <= oldest:
                 path.unlink()
+
+
+def _mark_of(head: Head) -> Mark:
+    return head.epoch, head.version, head.seq

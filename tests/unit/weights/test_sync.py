@@ -346,6 +346,24 @@ def test_old_head_put_back_is_refused_also_after_a_restart(run: SmallRun, tmp_pa
     assert restarted.join(run.head).state_id() == published(run).state_id()
 
 
+def test_old_head_put_back_in_the_bucket_is_seen_by_the_next_poll(run: SmallRun, tmp_path):
+    run.publish_many(1, anchor_every=20)
+    puller = Puller(run.store, run.document, tmp_path / "mac")
+    first = puller.poll_head("")
+    assert first is not None
+    old = run.store.get(keys.head("small"), max_bytes=1 << 20).data
+    assert puller.poll_head(first[1]) is None
+    run.publish_many(1, anchor_every=20)
+    second = puller.poll_head(first[1])
+    assert second is not None
+    assert second[0].version == 1
+    overwrite(run.store, keys.head("small"), old)
+    with pytest.raises(ReplayedError):
+        puller.poll_head(second[1])
+    # a caller that still works on the HEAD before the newest one is no replay
+    assert puller.join(first[0]).state_id() == puller.build(second[0], 0).state_id()
+
+
 def test_missing_delta_without_another_way_is_a_typed_error(run: SmallRun, tmp_path):
     run.publish_many(2, anchor_every=20)
     manifest = manifest_of(run.store, run.document, run.head)
