@@ -276,7 +276,7 @@ class _Watch:
 
     def _report(self, record: RunRecord) -> Outcome:
         restarts = {worker.name: worker.restarts for worker in self._workers if worker.restarts}
-        whole = with_end(record, restarts=restarts, ended_at=time.time(), end_reason=self._end_reason)
+        whole = with_end(record, restarts=restarts, end_reason=self._end_reason)
         summary = write_report(whole, self._options.out)
         stop = self._config.stop
         reached = (

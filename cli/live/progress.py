@@ -4,6 +4,7 @@ Lines come when there is news: a version, an evaluation, a Mac that joined or le
 """
 
 import sys
+import time
 from types import TracebackType
 from typing import Final, Self
 
@@ -30,6 +31,7 @@ class Progress:
         self._max_steps = max_steps
         self._ui_url = ui_url
         self._live = Live(console=self._console, refresh_per_second=4, transient=False) if self._console.is_terminal else None
+        self._began = time.monotonic()
         self._told_version = -1
         self._told_evaluations: set[str] = set()
         self._told_hosts: dict[str, str] = {}
@@ -57,26 +59,29 @@ class Progress:
             for line in self._news(record):
                 self.say(line)
 
+    def _clock(self) -> str:
+        return f"{time.monotonic() - self._began:6.1f} s  "
+
     def _news(self, record: RunRecord) -> list[str]:
         lines: list[str] = []
         if record.state != self._told_state:
             self._told_state = record.state
             lines.append(
-                f"{_clock(record)}run {record.facts.run} is {record.state}" + (f": {record.waiting_for}" if record.waiting_for else "")
+                f"{self._clock()}run {record.facts.run} is {record.state}" + (f": {record.waiting_for}" if record.waiting_for else "")
             )
         for session in record.sessions:
             if self._told_hosts.get(session.host) != session.state:
                 self._told_hosts[session.host] = session.state
-                lines.append(f"{_clock(record)}{session.host} is {session.state}" + (f": {session.reason}" if session.reason else ""))
+                lines.append(f"{self._clock()}{session.host} is {session.state}" + (f": {session.reason}" if session.reason else ""))
         if record.version > self._told_version:
             self._told_version = record.version
-            lines.append(f"{_clock(record)}{version_line(record, self._max_steps)}")
+            lines.append(f"{self._clock()}{version_line(record, self._max_steps)}")
         for result in record.evaluations:
             if result.evaluation not in self._told_evaluations:
                 self._told_evaluations.add(result.evaluation)
                 low, high = result.interval_95
                 lines.append(
-                    f"{_clock(record)}held-out at version {result.version}: pass@1 {result.pass_at_1:.3f} ({low:.3f} to {high:.3f}), "
+                    f"{self._clock()}held-out at version {result.version}: pass@1 {result.pass_at_1:.3f} ({low:.3f} to {high:.3f}), "
                     f"search rate {result.search_rate:.3f}, {result.num_questions} questions"
                 )
         return lines
@@ -163,7 +168,3 @@ def _fleet(sessions: tuple[SessionStatus, ...]) -> RenderableType:
 def curve(values: list[float]) -> str:
     """The last rewards, each a mark whose weight grows with its value in [0, 1]."""
     return "".join(_BARS[min(len(_BARS) - 1, max(0, int(value * len(_BARS))))] for value in values[-_CURVE_STEPS:])
-
-
-def _clock(record: RunRecord) -> str:
-    return f"{record.seconds:6.1f} s  "

@@ -23,6 +23,7 @@ from stoa.contracts.errors import ObjectMissingError, RunMissingError, ServiceEr
 from stoa.contracts.messages import EvaluationResult, RunStatus, SessionStatus
 
 _ENDED: Final = ("stopped", "failed")
+_NOT_YET: Final = "waiting for the trainer's control process to start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,9 @@ class Collector:
         self._seen_versions = -1
         self._status: RunStatus | None = None
         self._silence = ""
+        self._ended_at = 0.0
+        self._was_running = False
+        self._waits: Counter[str] = Counter()
 
     def collect(self, *, everything: bool = False) -> RunRecord:
         """The run up to now; `everything` also counts the objects of the bucket, which lists all of them."""
@@ -120,12 +124,14 @@ class Collector:
             # A Mac that left is kept: its session's last answer stands.
             for session in self._control.sessions(run, tuple(dict.fromkeys((*self._sessions, *hosts)))):
                 self._sessions[session.host] = session
+                if session.state == "live" and session.reason:
+                    self._waits[session.reason] += 1
             if not self._early and self._head is not None and self._head.version >= STEADY_FROM_VERSION:
                 self._early = tuple(self._sessions.values())
             self._silence = ""
         except (ServiceError, RunMissingError) as problem:
             # The view must live on while Temporal or the control process starts again; the last answers stand.
-            self._silence = problem.message
+            self._silence = problem.message if self._status is not None else _NOT_YET
 
     def _count_objects(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         sizes: Counter[str] = Counter()
@@ -145,9 +151,13 @@ class Collector:
         started_at = status.started_at if status is not None and status.started_at else facts.created_at
         done_at = {row.step: row.started_at + row.wait_seconds + row.train_seconds for row in steps}
         versions = tuple(_version_row(link, done_at) for link in self._chain)
-        ended_at = time.time()
-        if state in _ENDED or self._control is None:
-            ended_at = max([started_at, *done_at.values(), *(row.published_at for row in versions)])
+        newest = max([started_at, *done_at.values(), *(row.published_at for row in versions)])
+        ended_at = time.time() if self._control is not None else newest
+        if state in _ENDED:
+            # Watched to its end, or found ended: then its last publish is the last that is known.
+            self._ended_at = self._ended_at or (ended_at if self._was_running else newest)
+            ended_at = self._ended_at
+        self._was_running = state not in _ENDED
         return RunRecord(
             facts=facts,
             state=state,
@@ -165,6 +175,7 @@ class Collector:
             sessions_early=self._early,
             bucket_bytes=objects[0],
             bucket_objects=objects[1],
+            waits=dict(self._waits),
             heads_seen=tuple(self._heads),
         )
 
@@ -183,9 +194,9 @@ def facts_of(document: RunDocument) -> RunFacts:
     )
 
 
-def with_end(record: RunRecord, *, restarts: Mapping[str, int], ended_at: float, end_reason: str = "") -> RunRecord:
-    """The record of a run this process has watched: how often workers were started again, and when it really ended."""
-    return replace(record, restarts=dict(restarts), ended_at=ended_at, end_reason=end_reason or record.end_reason)
+def with_end(record: RunRecord, *, restarts: Mapping[str, int], end_reason: str = "") -> RunRecord:
+    """The record of a run this process has watched: how often workers were started again, and why it ended."""
+    return replace(record, restarts=dict(restarts), end_reason=end_reason or record.end_reason)
 
 
 def _step_row(key: str, manifest: StepManifest) -> StepRow:

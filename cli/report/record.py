@@ -110,6 +110,8 @@ class RunRecord:
     sessions: tuple[SessionStatus, ...] = ()
     sessions_early: tuple[SessionStatus, ...] = ()
     """The sessions as they were when start-up was over, if somebody watched."""
+    waits: Mapping[str, int] = field(default_factory=dict)
+    """What live sessions said they waited for -> times it was heard, if somebody watched."""
     bucket_bytes: Mapping[str, int] = field(default_factory=dict)
     """Kind of object -> bytes in the bucket."""
     bucket_objects: Mapping[str, int] = field(default_factory=dict)

@@ -5,12 +5,16 @@ ones. Results of a query are remembered; the index itself is built once.
 """
 
 import hashlib
+import logging
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 
 import bm25s
 import numpy as np
+
+# This library sets its own logger to DEBUG when it is imported.
+logging.getLogger("bm25s").setLevel(logging.WARNING)
 
 _WORD = re.compile(r"\w+")
 _REMEMBERED_QUERIES = 65536

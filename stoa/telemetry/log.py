@@ -42,8 +42,6 @@ def configure(*, level: str = "info", json_lines: bool | None = None, **bound: o
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr, force=True)
-    # This library sets its own logger to DEBUG when it is imported.
-    logging.getLogger("bm25s").setLevel(max(number, logging.WARNING))
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**bound)
 

@@ -62,7 +62,7 @@ def test_mac_idle_leaves_out_what_was_counted_before() -> None:
 
 
 def test_idle_above_five_percent_is_explained() -> None:
-    said = summarise(record(sessions=(session("mac-1", reason="no room"),))).idle_reason
+    said = summarise(record(waits={"no room": 3, "asks": 1})).idle_reason
     assert "trainer waited for groups 25%" in said
     assert "no room" in said
 
