@@ -22,9 +22,13 @@ Ids = NDArray[np.int32]
 class Decoder:
     """One batch. `positions[r]`: tokens that row r's cache holds."""
 
-    def __init__(self, model: Model, *, feed_tokens: int = 4096) -> None:
+    def __init__(self, model: Model, *, feed_tokens: int = 4096, record_routing: bool = False) -> None:
         self._model = model
         self._feed_tokens = feed_tokens
+        config = model.config
+        num_layers = config.num_layers - config.num_dense_layers if record_routing and config.num_experts else 0
+        # Experts of every token fed, uint8 [R, capacity, MoE layers, K]; without recording there are no layers.
+        self._routes = np.zeros((0, 0, num_layers, config.experts_per_token), np.uint8)
         self._cache = model.new_cache(0)
         self.positions: Ids = np.zeros(0, np.int32)
         self._rows = mx.array(self.positions)
@@ -35,6 +39,7 @@ class Decoder:
         Returns the number of tokens fed. Each row's first step is given its prompt's last token.
         """
         self._cache = self._model.new_cache(len(prompts))
+        self._routes = np.zeros((len(prompts), 0, *self._routes.shape[2:]), np.uint8)
         self.positions = np.zeros(len(prompts), np.int32)
         everyone = np.arange(len(prompts))
         self.feed(everyone, [prompt[:-1] for prompt in prompts])
@@ -62,11 +67,12 @@ class Decoder:
         real_SW = columns_W < counts_S[:, None]
         padded_SW = offsets_S[:, None] + np.minimum(columns_W, counts_S[:, None] - 1)
         ragged = not bool(real_SW.all())
-        self._cache.reserve(int((starts_S + counts_S).max()))
+        self._reserve(int((starts_S + counts_S).max()))
+        slots_N, places_N = np.repeat(rows, counts_S).astype(np.int32), (starts_S[:, None] + columns_W)[real_SW]
         feed = Feed(
             tokens=mx.array(np.concatenate(tokens)),
-            slots=mx.array(np.repeat(rows, counts_S).astype(np.int32)),
-            positions=mx.array((starts_S[:, None] + columns_W)[real_SW]),
+            slots=mx.array(slots_N),
+            positions=mx.array(places_N),
             starts=mx.array(starts_S),
             width=width,
             rows=mx.array(rows.astype(np.int32)),
@@ -74,8 +80,10 @@ class Decoder:
             packed=mx.array(np.flatnonzero(real_SW).astype(np.int32)) if ragged else None,
             counts=mx.array(counts_S) if ragged else None,
         )
-        self._model.hidden(feed, self._cache)
-        mx.eval(self._cache.arrays())
+        routes = self._new_routes()
+        self._model.hidden(feed, self._cache, routes)
+        mx.eval(routes or [], self._cache.arrays())
+        self._keep_routes(routes, slots_N, places_N)
         self.positions[rows] += counts_S
 
     def step(
@@ -85,8 +93,10 @@ class Decoder:
 
         Inactive rows keep their state; what is returned for them means nothing.
         """
-        drawn, logprobs = draw(self._logits(tokens, active), mx.array(uniform))
-        mx.eval(drawn, logprobs, self._cache.arrays())
+        routes = self._new_routes()
+        drawn, logprobs = draw(self._logits(tokens, active, routes), mx.array(uniform))
+        mx.eval(drawn, logprobs, routes or [], self._cache.arrays())
+        self._keep_routes(routes, np.arange(len(tokens), dtype=np.int32), self.positions)
         self.positions += active
         return np.array(drawn), np.array(logprobs)
 
@@ -97,8 +107,34 @@ class Decoder:
         self.positions += 1
         return np.array(found)
 
-    def _logits(self, tokens: Ids, active: NDArray[np.bool_]) -> mx.array:
-        self._cache.reserve(int(self.positions.max()) + 1)
+    def routing(self, row: int, num_tokens: int) -> NDArray[np.uint8] | None:
+        """Experts of the first `num_tokens` tokens of a row: uint8 [T, MoE layers, K]; None if they are not recorded.
+
+        The last token of an episode is sampled but never fed: it gets experts 0 .. K - 1, which nobody uses.
+        """
+        if not self._routes.shape[2]:
+            return None
+        found = np.empty((num_tokens, *self._routes.shape[2:]), np.uint8)
+        found[:] = np.arange(self._routes.shape[3], dtype=np.uint8)
+        num_fed = min(num_tokens, int(self.positions[row]))
+        found[:num_fed] = self._routes[row, :num_fed]
+        return found
+
+    def _new_routes(self) -> list[mx.array] | None:
+        return [] if self._routes.shape[2] else None
+
+    def _keep_routes(self, routes: list[mx.array] | None, slots: Ids, positions: Ids) -> None:
+        if routes:
+            self._routes[slots, positions] = np.stack([np.array(layer) for layer in routes], axis=1)
+
+    def _reserve(self, num_tokens: int) -> None:
+        self._cache.reserve(num_tokens)
+        missing = self._cache.capacity - self._routes.shape[1]
+        if missing > 0:
+            self._routes = np.pad(self._routes, ((0, 0), (0, missing), (0, 0), (0, 0)))
+
+    def _logits(self, tokens: Ids, active: NDArray[np.bool_], routes: list[mx.array] | None = None) -> mx.array:
+        self._reserve(int(self.positions.max()) + 1)
         places = mx.array(self.positions)
         feed = Feed(
             tokens=mx.array(tokens),
@@ -108,13 +144,13 @@ class Decoder:
             width=1,
             active=None if active.all() else mx.array(active),  # pyright: ignore[reportArgumentType] - MLX takes bools
         )
-        return self._model.logits(self._model.hidden(feed, self._cache))
+        return self._model.logits(self._model.hidden(feed, self._cache, routes))
 
     def keep(self, rows: NDArray[np.intp]) -> None:
         """Go on with these rows only, in this order; a row named twice is copied."""
         self._cache.take(mx.array(rows.astype(np.int32)))
         mx.eval(self._cache.arrays())
-        self.positions = self.positions[rows].copy()
+        self.positions, self._routes = self.positions[rows].copy(), self._routes[rows]
         self._rows = mx.arange(len(rows), dtype=mx.int32)
 
     @property

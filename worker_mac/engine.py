@@ -246,7 +246,9 @@ class MacEngine:
                     f"{num_tokens} tokens, {run.num_shipped} groups"
                 )
 
-        return Sweep(Decoder(run.served.model), self._environment, castings, on_group).play(should_stop, on_step)
+        record = self._config.rollout.record_routing and run.request.purpose == "train"
+        rows = Decoder(run.served.model, record_routing=record)
+        return Sweep(rows, self._environment, castings, on_group).play(should_stop, on_step)
 
     def _reason_to_stop(self, run: _Run, progress: Progress) -> tuple[SweepStatus, str] | None:
         if progress.cancelled:

@@ -153,8 +153,11 @@ class Model:
         """An empty cache of `num_rows` rows."""
         return Cache(self.cache_shape, num_rows)
 
-    def hidden(self, feed: Feed, cache: Cache) -> mx.array:
-        """Feed tokens: writes the cache, gives the final hidden states [N, D]. The cache must have room for them."""
+    def hidden(self, feed: Feed, cache: Cache, routes: list[mx.array] | None = None) -> mx.array:
+        """Feed tokens: writes the cache, gives the final hidden states [N, D]. The cache must have room for them.
+
+        `routes`, if given, is appended the experts [N, K] of each MoE layer.
+        """
         columns_C = mx.arange(cache.capacity, dtype=mx.int32)
         places_SW = feed.starts[:, None] + mx.arange(feed.width, dtype=mx.int32)
         visible_S1WC = (columns_C <= places_SW[..., None])[:, None]
@@ -173,7 +176,10 @@ class Model:
                 x_ND = x_ND + self._mlp(layer.mlp, normed_ND)
             else:
                 logits_NE = normed_ND.astype(mx.float32) @ layer.routing.gate.astype(mx.float32).T
-                x_ND = x_ND + self._experts(layer.mlp, normed_ND, *self.router(logits_NE, layer.routing.bias))
+                experts_NK, weights_NK = self.router(logits_NE, layer.routing.bias)
+                x_ND = x_ND + self._experts(layer.mlp, normed_ND, experts_NK, weights_NK)
+                if routes is not None:
+                    routes.append(experts_NK)
         return self._norm(x_ND, self._head_norm)
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -191,12 +197,8 @@ class Model:
         q_NQH = self._norm(linear(x_ND, weights.q).reshape(-1, num_q, size), weights.q_norm)
         k_NGH = self._norm(linear(x_ND, weights.k).reshape(-1, num_kv, size), weights.k_norm)
         v_NGH = linear(x_ND, weights.v).reshape(-1, num_kv, size)
-        # Each token is its own row of length 1 here, so that one array of offsets gives every token its position.
-        both_N_1H = mx.concatenate([q_NQH, k_NGH], axis=1)[:, :, None]
-        both_N_1H = mx.fast.rope(
-            both_N_1H, size, traditional=False, base=config.rope_theta, scale=1.0, offset=feed.positions
-        )
-        q_NQH, k_NGH = both_N_1H[:, :num_q, 0], both_N_1H[:, num_q:, 0]
+        both_NQGH = self._rotate(mx.concatenate([q_NQH, k_NGH], axis=1), feed.positions)
+        q_NQH, k_NGH = both_NQGH[:, :num_q], both_NQGH[:, num_q:]
         heads_G = mx.arange(num_kv, dtype=mx.int32)
         where = (feed.slots[:, None], heads_G[None], feed.positions[:, None])
         cache.keys[index][where] = k_NGH
@@ -208,6 +210,12 @@ class Model:
         out_SQWH = mx.fast.scaled_dot_product_attention(q_SQWH, keys, values, scale=size**-0.5, mask=visible_S1WC)
         out_SWQH = out_SQWH.transpose(0, 2, 1, 3)
         return linear(feed.pack(out_SWQH.reshape(*out_SWQH.shape[:2], -1)), weights.out)
+
+    def _rotate(self, x: mx.array, positions: mx.array) -> mx.array:
+        """Rotary embedding of heads [N, heads, H] at int32 [N] positions."""
+        # Each token is its own row of length 1 here, so that one array of offsets gives every token its position.
+        size, theta = self.config.head_size, self.config.rope_theta
+        return mx.fast.rope(x[:, :, None], size, traditional=False, base=theta, scale=1.0, offset=positions)[:, :, 0]
 
     def _convolve(self, index: int, weights: ConvWeights, x_ND: mx.array, feed: Feed, cache: Cache) -> mx.array:
         gate_ND, carry_ND, value_ND = mx.split(linear(x_ND, weights.into), 3, axis=-1)

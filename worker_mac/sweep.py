@@ -26,12 +26,6 @@ FEED_SHARE: Final = 4
 """Replies of the environment are fed when those waiting are at least 1 in this many of the rows that go on."""
 EVICT_SHARE: Final = 8
 """Rows are compacted when at least 1 in this many has ended."""
-_STOP_REASONS: Final[dict[str, StopReason]] = {
-    "answered": "answered",
-    "malformed": "malformed",
-    "call_limit": "call_limit",
-    "token_limit": "token_limit",
-}
 
 
 class Rows(Protocol):
@@ -46,6 +40,8 @@ class Rows(Protocol):
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]: ...
 
     def keep(self, rows: NDArray[np.intp]) -> None: ...  # noqa: D102
+
+    def routing(self, row: int, num_tokens: int) -> NDArray[np.uint8] | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +195,12 @@ class Sweep:
         limits, question = self._environment.limits, play.casting.question_id
         try:
             reply = self._environment.reply(question, play.sampled)
-            if not reply.done and end + len(reply.ids) >= limits.max_episode_tokens:
+            if reply.stop_reason:
+                self._finish(episode, reply.stop_reason)
+            elif end + len(reply.ids) >= limits.max_episode_tokens:
                 self._finish(episode, "token_limit")
-            elif not reply.done and len(play.turns) >= limits.max_turns:
+            elif len(play.turns) >= limits.max_turns:
                 self._finish(episode, "turn_limit")
-            elif reply.done:
-                self._finish(episode, _STOP_REASONS[reply.stop_reason])
             else:
                 play.reply = np.array(reply.ids, np.int32)
                 self._waiting[episode] = True
@@ -228,6 +224,7 @@ class Sweep:
             reward_parts=outcome.parts,
             stop_reason=reason,
             seconds=time.monotonic() - self._began,
+            routing=self._batch.routing(int(np.searchsorted(self._rows, episode)), length),
         )
         self._leave(episode, record)
 

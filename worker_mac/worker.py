@@ -54,7 +54,7 @@ BUCKET_PATIENCE_SECONDS: Final = 20.0
 LONGEST_WAIT_SECONDS: Final = 5.0
 TICK_SECONDS: Final = 1.0
 CLOCK_JUMP_SECONDS: Final = 10.0
-"""A wall clock this far ahead of the monotonic one means that the Mac slept."""
+"""A tick that took this long by the wall clock means that the Mac slept."""
 SILENCE_SECONDS: Final = 60.0
 """Without a sweep for this long the session may have lost us."""
 RESUME_SECONDS: Final = 60.0
@@ -239,14 +239,14 @@ class _Worker:
 
     async def _watch(self, client: Client, config: RunConfig, document: RunDocument, engine: "MacEngine") -> None:
         """Say hello at the start, after sleep and after silence; end when the run has stopped."""
-        offset = time.time() - time.monotonic()
+        ticked_at = time.time()
         greeted, looked, reason = 0.0, time.monotonic(), "start"
         while not self._stop.is_set():
             if reason and await self._say_hello(client, config, reason):
                 greeted, reason = time.monotonic(), ""
             await self._pause(TICK_SECONDS)
-            now, new_offset = time.monotonic(), time.time() - time.monotonic()
-            woke, offset = new_offset - offset > CLOCK_JUMP_SECONDS, new_offset
+            now, wall = time.monotonic(), time.time()
+            woke, ticked_at = wall - ticked_at > CLOCK_JUMP_SECONDS, wall
             if woke:
                 reason = "wake"
             elif not reason and min(engine.idle_seconds, now - greeted) > SILENCE_SECONDS:

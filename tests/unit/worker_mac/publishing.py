@@ -32,13 +32,14 @@ class Quiet:
 
 
 class Publishing:
-    """A run whose masters move a little at each publish."""
+    """A run whose masters move a little at each publish; `folder` holds its config.json, or gets the tiny one."""
 
     def __init__(self, store: Store, folder: Path, *, run: str = "demo", bucket: Bucket | None = None) -> None:
-        (folder / "config.json").write_text(json.dumps(TINY))
-        (folder / "tokenizer.json").write_text("{}")
+        if not (folder / "config.json").is_file():
+            (folder / "config.json").write_text(json.dumps(TINY))
+            (folder / "tokenizer.json").write_text("{}")
         self.store, self.run = store, run
-        self.layout = layout_of(TINY, "float32")
+        self.layout = layout_of(json.loads((folder / "config.json").read_text()), "float32")
         config = RunConfig(
             run=run,
             bucket=bucket or Bucket(),

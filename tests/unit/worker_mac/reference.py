@@ -10,8 +10,10 @@ import numpy as np
 from stoa.weights.state import WeightState
 
 
-def logprobs(config: Mapping[str, object], state: WeightState, ids: np.ndarray) -> np.ndarray:
-    """float64 [T, V]: row t is the distribution of token t + 1."""
+def logprobs(
+    config: Mapping[str, object], state: WeightState, ids: np.ndarray, routes: list[np.ndarray] | None = None
+) -> np.ndarray:
+    """float64 [T, V]: row t is the distribution of token t + 1. `routes` gets the experts [T, K] of each MoE layer."""
     weights = {spec.name: state.dequantise(spec.name).astype(np.float64) for spec in state.layout.tensors}
     embedding = weights["model.embed_tokens.weight"]
     x = embedding[ids]
@@ -20,7 +22,7 @@ def logprobs(config: Mapping[str, object], state: WeightState, ids: np.ndarray) 
         normed = rms(x, part["operator_norm.weight"], config)
         x = x + (attention(part, normed, config) if kind == "full_attention" else short_conv(part, normed))
         normed = rms(x, part["ffn_norm.weight"], config)
-        x = x + (experts(part, normed, config) if "feed_forward.gate.weight" in part else dense(part, normed))
+        x = x + (experts(part, normed, config, routes) if "feed_forward.gate.weight" in part else dense(part, normed))
     logits = rms(x, weights["model.embedding_norm.weight"], config) @ embedding.T
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -78,12 +80,18 @@ def dense(part: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     return (silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def experts(part: Mapping[str, np.ndarray], x: np.ndarray, config: Mapping[str, object]) -> np.ndarray:
+def experts(
+    part: Mapping[str, np.ndarray], x: np.ndarray, config: Mapping[str, object], routes: list[np.ndarray] | None
+) -> np.ndarray:
     scores = 1 / (1 + np.exp(-(x @ part["feed_forward.gate.weight"].T)))
     gate, up, down = (part[f"feed_forward.switch_mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
     out = np.zeros_like(x)
+    if routes is not None:
+        routes.append(np.zeros((len(x), config["num_experts_per_tok"]), np.int64))
     for t in range(len(x)):
         chosen = np.argsort(-(scores[t] + part["feed_forward.expert_bias"]), kind="stable")[: config["num_experts_per_tok"]]
+        if routes is not None:
+            routes[-1][t] = chosen
         weights = scores[t, chosen]
         if config["norm_topk_prob"]:
             weights = weights / (weights.sum() + 1e-6)

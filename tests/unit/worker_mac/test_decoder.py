@@ -79,23 +79,27 @@ def test_self_test_passes_on_a_right_model(model: Model) -> None:
     check_batching(model)
 
 
-class WrongPositions(Model):
-    """Gives every token the position of the first row, as engines with a scalar rope offset did."""
+class FirstRowsPosition(Model):
+    """Rotates every row by the position of the first one, as engines with a single rope offset do."""
 
-    def hidden(self, feed: Feed, cache: object) -> mx.array:
-        first = feed.starts[0]
-        wrong = Feed(feed.tokens, feed.slots, feed.positions, feed.starts, feed.width, feed.rows, feed.padded, feed.packed, feed.counts)
-        return super().hidden(wrong, cache) + (feed.positions - first)[:, None] * 0.01
+    def _attend(self, index: int, weights: object, x: mx.array, feed: Feed, cache: object, visible: mx.array) -> mx.array:
+        self.first = feed.positions[0]
+        return super()._attend(index, weights, x, feed, cache, visible)
+
+    def _rotate(self, x: mx.array, positions: mx.array) -> mx.array:
+        return super()._rotate(x, mx.broadcast_to(self.first, positions.shape))
 
 
 def test_self_test_finds_rows_that_depend_on_their_batch() -> None:
     right = model_of(TINY, random_state(TINY))
-    wrong = WrongPositions(right.config, right._arrays)
+    wrong = FirstRowsPosition(right.config, right._arrays)
     with pytest.raises(WeightsError, match="rows"):
         check_batching(wrong)
 
 
-def test_memory_after_a_batch_is_what_it_was_before(model: Model) -> None:
+def test_memory_after_a_batch_is_what_it_was_before() -> None:
+    model = model_of(TINY, random_state(TINY))
+
     def play() -> None:
         rows = Decoder(model)
         rows.begin(PROMPTS, np.repeat(np.arange(4), 8))

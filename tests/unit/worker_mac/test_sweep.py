@@ -83,6 +83,21 @@ def test_logprobs_are_those_of_a_float64_forward_over_the_whole_episode(whole: t
         assert np.abs(episode.logprobs - wanted[places - 1, episode.ids[places]]).max() < 1e-4
 
 
+def test_recorded_routing_is_that_of_a_float64_forward_and_survives_bytes(whole: tuple[Played, dict[int, list[Episode]]]) -> None:
+    _, found = play(Decoder(MODEL, feed_tokens=5, record_routing=True), Dialogue(), GROUPS)
+    for group, index in ((0, 3), (5, 0), (7, 6)):
+        episode = found[group][index]
+        np.testing.assert_array_equal(episode.ids, whole[1][group][index].ids)
+        wanted: list[np.ndarray] = []
+        reference_logprobs(TINY, STATE, episode.ids, wanted)
+        assert episode.routing.shape == (len(episode.ids), 2, 2)
+        np.testing.assert_array_equal(episode.routing[:-1], np.stack(wanted, axis=1)[:-1])
+        assert episode.routing[-1].tolist() == [[0, 1], [0, 1]]
+    shipped = Group("demo", "mac-1", 4, 2, "train", "5", 7, "ab" * 32, 1.0, 11, tuple(found[5]), Fingerprint("mlx", "0"))
+    for one, other in zip(decode_group(encode_group(shipped)).episodes, found[5], strict=True):
+        np.testing.assert_array_equal(one.routing, other.routing)
+
+
 def test_a_group_survives_its_way_through_bytes(whole: tuple[Played, dict[int, list[Episode]]]) -> None:
     group = Group("demo", "mac-1", 4, 2, "train", "2", 7, "ab" * 32, 1.0, 11, tuple(whole[1][2]), Fingerprint("mlx", "0"))
     back = decode_group(encode_group(group))

@@ -1,11 +1,16 @@
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from stoa.contracts.errors import WeightsError
 from stoa.weights import grid
+from stoa.weights.container import DeltaHeader, decode_delta
 from stoa.weights.layout import ArraySpec
-from stoa.weights.pulse import Change
+from stoa.weights.pulse import Change, Counts
+from stoa.weights.state import WeightState
+from tests.unit.weights.changes import GOLDEN, golden_arrays, golden_layout
 from tests.unit.worker_mac.policies import TINY, random_state
 from worker_mac.decoder import Decoder
 from worker_mac.model import Model
@@ -19,6 +24,32 @@ def logits(model: Model) -> np.ndarray:
     rows = Decoder(model)
     rows.begin([IDS], np.zeros(2, np.intp))
     return rows.logits(np.full(2, IDS[-1]))
+
+
+GRID = np.load(Path(__file__).parents[2] / "golden" / "grid.npz")
+
+
+def test_golden_grid_is_dequantised_bit_for_bit() -> None:
+    num_rows = len(GRID["codes"])
+    arrays, views = {}, {}
+    for name, part, shape, dtype in (
+        ("weight", "codes", (num_rows, 64), "uint8"),
+        ("scales", "scales", (num_rows, 1), "bfloat16"),
+        ("biases", "biases", (num_rows, 1), "bfloat16"),
+    ):
+        arrays[f"x.{name}"], views[name] = adopt(ArraySpec(f"x.{name}", shape, dtype), GRID[part].reshape(shape))
+    assert np.array(dequantise(arrays, "x")).tobytes() == GRID["dequantised"].tobytes()
+
+
+def test_golden_delta_applied_in_place_gives_the_golden_next_state_in_mlx() -> None:
+    base_id, next_id = (str(value) for value in GOLDEN["state_ids"])
+    layout = golden_layout()
+    live = LiveWeights(WeightState(layout, golden_arrays("base")))
+    assert live.state.state_id() == base_id
+    header = DeltaHeader("golden", 6, 7, base_id, next_id, layout.layout_id, "pco-8")
+    live.state.apply(decode_delta(GOLDEN["delta"].tobytes(), header, Counts(9, 2, 1), layout))
+    for name, wanted in golden_arrays("next").items():
+        assert np.array(live.arrays[name].view(mx.uint8)).tobytes() == wanted.tobytes(), name
 
 
 @pytest.mark.parametrize("spread", [1e-6, 0.02, 30.0])

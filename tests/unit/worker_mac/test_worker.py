@@ -1,0 +1,211 @@
+import asyncio
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from temporalio import activity
+from temporalio.client import Client
+
+from activities.connection import connect, make_worker
+from stoa.bucket import keys
+from stoa.bucket.store import Store
+from stoa.config.load import PROJECT_ROOT
+from stoa.contracts import names
+from stoa.contracts.errors import ConfigError, MissingExtraError, WorkerLockedError
+from stoa.contracts.messages import FleetEvent, Grant, GrantRequest, SessionStatus
+from stoa.rollouts.shard import MAX_GROUP_BYTES, decode_group
+from tests.unit.worker_mac.publishing import Publishing
+from worker_mac.identity import Identity, pin_key, pinned_key
+from worker_mac.worker import read_options, require_extra
+from workflows.mac_session import MacSessionWorkflow
+
+
+def test_missing_mlx_names_the_extra_to_install() -> None:
+    with pytest.raises(MissingExtraError) as error:
+        require_extra(lambda name: None)
+    assert "pip install 'stoa[mac]'" in error.value.hint
+
+
+def test_worker_without_its_extra_exits_2_and_says_what_to_do(tmp_path: Path) -> None:
+    # An empty module search path for mlx: the finder below hides it from the worker.
+    script = (
+        "import sys\n"
+        "class Hide:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'mlx' or name.startswith('mlx.'):\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "import importlib.util\n"
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, package=None: None if name == 'mlx' else real(name, package)\n"
+        "sys.meta_path.insert(0, Hide())\n"
+        "from worker_mac.worker import main\n"
+        "sys.exit(main(['--state', sys.argv[1]]))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=50, cwd=PROJECT_ROOT)
+    assert found.returncode == 2
+    assert "stoa[mac]" in found.stderr
+
+
+def test_a_state_folder_belongs_to_one_worker(tmp_path: Path) -> None:
+    first = Identity(tmp_path)
+    with pytest.raises(WorkerLockedError, match=str(tmp_path)):
+        Identity(tmp_path)
+    first.close()
+    Identity(tmp_path).close()
+
+
+def test_host_id_is_drawn_once_and_the_nonce_at_each_start(tmp_path: Path) -> None:
+    seen = []
+    for _ in range(2):
+        identity = Identity(tmp_path)
+        seen.append((identity.host, identity.nonce))
+        identity.close()
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][1] != seen[1][1]
+    named = Identity(tmp_path, "attic-mini")
+    assert named.host == "attic-mini"
+    named.close()
+    assert Identity(tmp_path).host == "attic-mini"
+
+
+def test_a_host_name_that_cannot_stand_in_a_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="My Mac"):
+        Identity(tmp_path, "My Mac")
+
+
+def test_the_key_of_a_run_is_trusted_on_first_use_and_kept(tmp_path: Path) -> None:
+    assert pinned_key(tmp_path) is None
+    pin_key(tmp_path, "abc=")
+    assert pinned_key(tmp_path) == "abc="
+
+
+def test_command_line_names_config_state_host_and_place(tmp_path: Path) -> None:
+    options = read_options(["x.toml", "--state", str(tmp_path), "--host", "mac-7", "--place", "Lyon"])
+    assert (options.config, options.state, options.host, options.place) == (Path("x.toml"), tmp_path, "mac-7", "Lyon")
+
+
+def test_wrong_config_is_wrong_use(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text("[rollout]\ngroup_sze = 8\n")
+    command = [sys.executable, "-m", "worker_mac.worker", str(path), "--state", str(tmp_path / "state")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=PROJECT_ROOT)
+    assert found.returncode == 2
+    assert "group_size" in found.stderr
+
+
+class Control:
+    """The control side of one run: real sessions, grants of the first training questions, notices kept."""
+
+    def __init__(self, questions: list[str]) -> None:
+        self.questions, self.events = questions, []
+
+    @activity.defn(name=names.GRANT_SWEEP)
+    async def grant(self, request: GrantRequest) -> Grant:
+        first = request.sweep * request.num_groups
+        return Grant(request.run, request.host, request.sweep, tuple(self.questions[first : first + request.num_groups]))
+
+    @activity.defn(name=names.NOTIFY_RUN)
+    async def notify(self, event: FleetEvent) -> None:
+        self.events.append(event)
+
+
+def write_config(path: Path, run: str, temporal: str, store: Store) -> None:
+    path.write_text(
+        f'run = "{run}"\n[temporal]\naddress = "{temporal}"\n'
+        f'[bucket]\nendpoint = "{store.settings.endpoint}"\nname = "{store.settings.name}"\n'
+        "[timeouts]\nheartbeat_seconds = 6.0\nhead_poll_seconds = 0.5\n"
+    )
+
+
+@contextmanager
+def worker_process(config: Path, folder: Path, host: str) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-m", "worker_mac.worker", str(config), "--state", str(folder), "--host", host, "--place", "here"]
+    with (folder.parent / f"{host}.log").open("a") as log:
+        process = subprocess.Popen(command, cwd=PROJECT_ROOT, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait(10)
+
+
+async def until(condition: Callable[[], object], seconds: float = 40.0) -> object:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = await asyncio.to_thread(condition)
+        if found:
+            return found
+        await asyncio.sleep(0.1)
+    raise AssertionError("it did not happen in time")
+
+
+def events_of(log: Path) -> list[dict]:
+    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+
+
+async def session_of(client: Client, run: str, host: str) -> SessionStatus:
+    return await client.get_workflow_handle(names.session_workflow_id(run, host)).query(names.SESSION_QUERY, result_type=SessionStatus)
+
+
+@pytest.mark.loop
+@pytest.mark.timeout(240)
+async def test_worker_waits_for_the_run_plays_leaves_on_sigterm_and_ends_when_the_run_stops(
+    store: Store, temporal_server: object, tmp_path: Path
+) -> None:
+    run, log = "loop", tmp_path / "mac-a.log"
+    config = tmp_path / "run.toml"
+    write_config(config, run, temporal_server.address, store)
+    with worker_process(config, tmp_path / "a", "mac-a") as process:
+        # Started before the run is claimed, then before there is a version, then before anybody serves its session.
+        await until(lambda: any("has no run" in event.get("reason", "") for event in events_of(log)))
+        base = tmp_path / "base"
+        base.mkdir()
+        for name in ("config.json", "tokenizer.json"):
+            (base / name).write_bytes((PROJECT_ROOT / "environments/search/policy" / name).read_bytes())
+        published = Publishing(store, base, run=run, bucket=store.settings)
+        await until(lambda: any(event["event"] == "hello_said" for event in events_of(log)))
+        published.publish()
+        client = await connect(temporal_server.address, temporal_server.namespace)
+        from environments import registry
+
+        questions = list(registry.create("search", {}, (base / "tokenizer.json").read_bytes()).question_ids("train"))
+        control = Control(questions)
+        serving = make_worker(
+            client, names.control_queue(run), workflows=[MacSessionWorkflow], activities=[control.grant, control.notify]
+        )
+        async with serving:
+            listed = await until(lambda: len(found := list(store.list(keys.groups_of_version(run, 0)))) >= 16 and found)
+            group = decode_group(store.get(listed[0].key, max_bytes=MAX_GROUP_BYTES).data)
+            assert (group.host, group.question_id) == ("mac-a", questions[0])
+            status = await session_of(client, run, "mac-a")
+            assert (status.state, status.place) == ("live", "here")
+
+            state_id = published.publish()
+            await until(lambda: list(store.list(keys.groups_of_version(run, 1))))
+            newer = next(store.list(keys.groups_of_version(run, 1)))
+            assert decode_group(store.get(newer.key, max_bytes=MAX_GROUP_BYTES).data).state_id == state_id
+
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 40) == 0
+            assert (await session_of(client, run, "mac-a")).state == "away"
+
+            with worker_process(config, tmp_path / "a", "mac-a") as second:
+                await until(lambda: any(event["event"] == "delta_applied" or event["event"] == "run_joined" for event in events_of(log)))
+                sweep = (await session_of(client, run, "mac-a")).sweep
+                while (await session_of(client, run, "mac-a")).sweep <= sweep:
+                    await asyncio.sleep(0.2)
+                published.writer.set_state("stopped", "end")
+                assert await asyncio.to_thread(second.wait, 40) == 0
+    gc.collect()  # cancelled handles of the session just served are told of now, not at some later import
+    waits = [event["reason"] for event in events_of(log) if event["event"] == "worker_waiting"]
+    assert len(waits) == len(set(waits))
+    assert [event.event for event in control.events][:2] == ["joined", "left"]
