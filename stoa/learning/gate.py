@@ -62,9 +62,7 @@ def ratio(log_pi: NDArray[Float], log_mu: NDArray[Float]) -> NDArray[Float]:
     return np.exp(np.clip(log_pi - log_mu, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def keep_mask(
-    log_pi: NDArray[Float], log_mu: NDArray[Float], advantages: NDArray[Float], settings: Gate
-) -> NDArray[np.bool_]:
+def keep_mask(log_pi: NDArray[Float], log_mu: NDArray[Float], advantages: NDArray[Float], settings: Gate) -> NDArray[np.bool_]:
     """Which tokens are kept, bool [T]: False where the gate of `settings.mode` drops a token. Arguments as in `gate`."""
     moved = np.exp(log_pi) - np.exp(log_mu)
     up, down = advantages > 0, advantages < 0
@@ -94,9 +92,7 @@ def binary_kl(log_pi: NDArray[Float], log_mu: NDArray[Float]) -> NDArray[np.floa
     return mu * (log_mu - log_pi) + (1 - mu) * rest
 
 
-def drop_rates(
-    log_pi: NDArray[Float], log_mu: NDArray[Float], advantages: NDArray[Float], settings: Gate
-) -> dict[GateMode, float]:
+def drop_rates(log_pi: NDArray[Float], log_mu: NDArray[Float], advantages: NDArray[Float], settings: Gate) -> dict[GateMode, float]:
     """What every mode would have dropped of the same tokens, as a share of those with an advantage other than 0."""
     counted = advantages != 0
     num_counted = max(1, int(np.count_nonzero(counted)))

@@ -104,9 +104,7 @@ def outstanding(rule: AdmissionRule, facts: Facts, now: float) -> Outstanding:
     open_grants = [
         grant
         for grant in facts.grants
-        if grant.sweep >= over.get(grant.host, 0)
-        and grant.host not in facts.away
-        and now - grant.granted_at <= rule.lost_after_seconds
+        if grant.sweep >= over.get(grant.host, 0) and grant.host not in facts.away and now - grant.granted_at <= rule.lost_after_seconds
     ]
     open_sweeps = {(grant.host, grant.sweep) for grant in open_grants}
     here = {
@@ -115,9 +113,7 @@ def outstanding(rule: AdmissionRule, facts: Facts, now: float) -> Outstanding:
         for key in known
         if (key.host, key.sweep) in open_sweeps
     }
-    running = sum(
-        (grant.host, grant.sweep, index) not in here for grant in open_grants for index in range(len(grant.question_ids))
-    )
+    running = sum((grant.host, grant.sweep, index) not in here for grant in open_grants for index in range(len(grant.question_ids)))
     return Outstanding(waiting, running)
 
 

@@ -247,9 +247,7 @@ def _document(group: Group) -> _Document:
         engine=group.fingerprint.engine,
         build=group.fingerprint.build,
         timings=_TimingsDocument(**{name: getattr(group.timings, name) for name in Timings.__slots__}),
-        episodes=tuple(
-            _EpisodeDocument(e.question_id, e.reward, e.reward_parts, e.stop_reason, e.seconds) for e in group.episodes
-        ),
+        episodes=tuple(_EpisodeDocument(e.question_id, e.reward, e.reward_parts, e.stop_reason, e.seconds) for e in group.episodes),
     )
 
 

@@ -105,9 +105,7 @@ def test_without_room_the_reason_has_the_numbers():
     decision = decide(RULE, known, ORDER, host="mac-a", sweep=1, num_groups=8, now=0.0)
     assert decision.grant is None
     assert decision.room == -4
-    assert decision.reason == (
-        "version 5: 120 groups wait for the trainer, 8 are being played, 4 were used; 128 is the most"
-    )
+    assert decision.reason == ("version 5: 120 groups wait for the trainer, 8 are being played, 4 were used; 128 is the most")
 
 
 def test_a_whole_sweep_is_granted_while_there_is_any_room():
@@ -188,9 +186,7 @@ class Simulation:
         heapq.heappush(self.events, (self.now + seconds, self.num_events, act))
 
     def facts(self) -> Facts:
-        return Facts(
-            self.version, self.consumed_now, tuple(self.grants.values()), self.arrived, self.settled, self.ended_before, self.away
-        )
+        return Facts(self.version, self.consumed_now, tuple(self.grants.values()), self.arrived, self.settled, self.ended_before, self.away)
 
     def ask(self, host: str, sweep: int, speed: float) -> None:
         """The host has ended sweep - 1 and wants this one."""

@@ -121,9 +121,7 @@ CHEATS: dict[str, tuple[Group, Reason]] = {
         Reason.WRONG_MASK,
     ),
     "a shorter prompt": (
-        with_episode(
-            HONEST, ids=HONEST.episodes[1].ids[1:], mask=HONEST.episodes[1].mask[1:], turns=(Turn(1, 4, True),)
-        ),
+        with_episode(HONEST, ids=HONEST.episodes[1].ids[1:], mask=HONEST.episodes[1].mask[1:], turns=(Turn(1, 4, True),)),
         Reason.WRONG_PROMPT,
     ),
 }
@@ -206,9 +204,7 @@ def test_only_the_granted_question_is_taken():
 
 def test_routing_is_checked_where_the_run_records_it():
     def routed(layers: int, top_k: int, expert: int) -> Group:
-        episodes = tuple(
-            dataclasses.replace(e, routing=np.full((len(e.ids), layers, top_k), expert, np.uint8)) for e in HONEST.episodes
-        )
+        episodes = tuple(dataclasses.replace(e, routing=np.full((len(e.ids), layers, top_k), expert, np.uint8)) for e in HONEST.episodes)
         return dataclasses.replace(HONEST, episodes=episodes)
 
     rules = toy.rules(routing=(2, 4, 8))
