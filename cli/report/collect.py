@@ -124,10 +124,9 @@ class Collector:
             # A Mac that left is kept: its session's last answer stands.
             for session in self._control.sessions(run, tuple(dict.fromkeys((*self._sessions, *hosts)))):
                 self._sessions[session.host] = session
-                if session.state == "live" and session.reason:
-                    self._waits[session.reason] += 1
-            if not self._early and self._head is not None and self._head.version >= STEADY_FROM_VERSION:
-                self._early = tuple(self._sessions.values())
+            if self._head is not None and STEADY_FROM_VERSION <= self._head.version and self._head.state == "running":
+                self._early = self._early or tuple(self._sessions.values())
+                self._waits.update(s.reason for s in self._sessions.values() if s.state == "live" and s.reason)
             self._silence = ""
         except (ServiceError, RunMissingError) as problem:
             # The view must live on while Temporal or the control process starts again; the last answers stand.
@@ -149,7 +148,7 @@ class Collector:
         state = status.state if status is not None else (head.state if head is not None else "created")
         steps = tuple(_step_row(key, manifest) for key, manifest in self._steps)
         started_at = status.started_at if status is not None and status.started_at else facts.created_at
-        done_at = {row.step: row.started_at + row.wait_seconds + row.train_seconds for row in steps}
+        done_at = {row.step: row.started_at + row.train_seconds for row in steps}
         versions = tuple(_version_row(link, done_at) for link in self._chain)
         newest = max([started_at, *done_at.values(), *(row.published_at for row in versions)])
         ended_at = time.time() if self._control is not None else newest

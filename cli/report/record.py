@@ -34,7 +34,7 @@ class StepRow:
     key: str
     parent_key: str
     started_at: float
-    """Unix seconds."""
+    """Unix seconds at which its groups were there: after the wait."""
     wait_seconds: float
     train_seconds: float
     consumed: tuple[str, ...]

@@ -40,7 +40,7 @@ def metric_rows(record: RunRecord) -> Iterator[Mapping[str, object]]:
     published = {row.version: row.published_at for row in record.versions}
     rows: list[tuple[float, Mapping[str, object]]] = []
     for step in record.steps:
-        done = step.started_at + step.wait_seconds + step.train_seconds
+        done = step.started_at + step.train_seconds
         metrics = {**step.metrics, "wait_seconds": step.wait_seconds, "train_seconds": step.train_seconds}
         rows.append((done, {"time": done, "kind": "step", "step": step.step, "version": step.version, "metrics": metrics}))
     for row in record.versions:
