@@ -71,6 +71,7 @@ class SmallRun:
         self.writer = HeadWriter(store, name, self.signer, owner="trainer", interval_seconds=0.0)
         self.head: Head = self.writer.acquire(1000)
         self.weights = masters(self.layout)
+        self.epoch = 1000
 
     def new_publisher(self) -> Publisher:
         return Publisher(self.store, self.document, self.signer, hysteresis=self.hysteresis, anchor_part_bytes=50_000)
@@ -78,9 +79,9 @@ class SmallRun:
     def publish(self, *, anchor: bool = False) -> Prepared:
         """Publish the present weights as the next version and swap HEAD."""
         version = self.head.version + 1
-        prepared = self.publisher.prepare(self.weights.items(), step=4 * version, epoch=1000, version=version, anchor=anchor)
+        prepared = self.publisher.prepare(self.weights.items(), step=4 * version, epoch=self.epoch, version=version, anchor=anchor)
         self.head = self.writer.swap(
-            1000, version=version, manifest_key=prepared.manifest_key, manifest_sha256=prepared.manifest_sha256, published_at=1.0
+            self.epoch, version=version, manifest_key=prepared.manifest_key, manifest_sha256=prepared.manifest_sha256, published_at=1.0
         )
         self.publisher.commit(prepared)
         return prepared

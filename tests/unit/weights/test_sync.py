@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stoa.bucket import keys
-from stoa.bucket.head import read_head
+from stoa.bucket.head import HeadWriter, read_head
 from stoa.bucket.manifest import Signer
 from stoa.bucket.run_document import claim_run, new_run
 from stoa.bucket.store import Store
@@ -23,6 +23,7 @@ from stoa.contracts.errors import (
     NonFiniteError,
     ObjectMissingError,
     ReplayedError,
+    ServiceUnavailableError,
     SignatureError,
     StoaError,
     WeightsError,
@@ -33,6 +34,7 @@ from stoa.weights import grid
 from stoa.weights.history import manifest_of, walk
 from stoa.weights.state import WeightState
 from stoa.weights.sync import Puller
+from tests.servers import CREDENTIALS
 from tests.unit.weights.small_run import SmallRun, drift
 
 
@@ -402,8 +404,6 @@ def test_two_publishers_of_one_version_cannot_fork_the_chain(run: SmallRun, tmp_
     zombie, zombie_weights = run.publisher, drift(run.weights, 50)
     zombie.prepare(zombie_weights.items(), step=8, epoch=1000, version=2, anchor=False)
     # another trainer takes the run and publishes the same version number
-    from stoa.bucket.head import HeadWriter
-
     writer = HeadWriter(run.store, "small", run.signer, owner="second", interval_seconds=0.0)
     run.head = writer.acquire(2000)
     second = run.new_publisher()
@@ -419,3 +419,48 @@ def test_two_publishers_of_one_version_cannot_fork_the_chain(run: SmallRun, tmp_
     assert state.state_id() == second.mirror.state_id()
     chain = walk(run.store, run.document, manifest_of(run.store, run.document, run.head), 0)
     assert [manifest.version for manifest in chain] == [2, 1, 0]
+
+
+@pytest.mark.parametrize("writes_before_death", range(6))
+def test_publisher_that_dies_at_any_write_leaves_a_run_that_goes_on(run: SmallRun, tmp_path, writes_before_death: int):
+    run.publish_many(2, anchor_every=20)
+    puller = Puller(run.store, run.document, tmp_path / "mac")
+    state = puller.join(run.head)
+    before = published(run).state_id()
+    left = [writes_before_death]
+
+    class Dying(Store):
+        def create(self, key: str, data: bytes | bytearray | memoryview, *, kind: str = "") -> str:
+            if left[0] == 0:
+                raise ServiceUnavailableError("the process ends here")
+            left[0] -= 1
+            return super().create(key, data, kind=kind)
+
+    run.publisher._store = Dying(run.store.settings, CREDENTIALS)
+    with pytest.raises(ServiceUnavailableError):
+        run.publisher.prepare(drift(run.weights, 9).items(), step=8, epoch=1000, version=2, anchor=True)
+    # the same process may try again, and so may another one that takes the run
+    assert published(run).state_id() == before
+    run.head = HeadWriter(run.store, "small", run.signer, owner="second", interval_seconds=0.0).acquire(2000)
+    assert run.head.version == 1
+    assert puller.join(run.head).state_id() == before
+    run.writer = HeadWriter(run.store, "small", run.signer, owner="second", interval_seconds=0.0)
+    run.publisher = run.new_publisher()
+    run.publisher.load_published(run.head)
+    run.epoch = 2000
+    run.publish_many(1, anchor_every=20)
+    puller.apply(puller.stage(run.head, 1, before), state)
+    assert run.head.version == 2
+    assert state.state_id() == published(run).state_id()
+
+
+def test_weights_torn_in_the_middle_of_an_update_are_rebuilt_from_disk_alone(run: SmallRun, tmp_path):
+    run.publish_many(2, anchor_every=20)
+    puller = Puller(run.store, run.document, tmp_path / "mac")
+    puller.join(run.head)
+    run.publish_many(1, anchor_every=20)
+    puller.stage(run.head, 1, manifest_of(run.store, run.document, run.head).delta.base_state_id)
+    # the process is killed while it writes: memory is gone, the files stay
+    again = Puller(run.store, run.document, tmp_path / "mac")
+    assert again.join(run.head).state_id() == published(run).state_id()
+    assert again.bytes_downloaded == 0
