@@ -45,7 +45,7 @@ RPC_TIMEOUT: Final = timedelta(seconds=10)
 RETENTION_DAYS: Final = 3
 SETUP_HINT: Final = "run `stoa setup`, or `stoa run CONFIG`, which does it first"
 
-_ATTRIBUTE_TYPES: Final = {
+ATTRIBUTE_TYPES: Final = {
     "Keyword": IndexedValueType.INDEXED_VALUE_TYPE_KEYWORD,
     "Int": IndexedValueType.INDEXED_VALUE_TYPE_INT,
     "Double": IndexedValueType.INDEXED_VALUE_TYPE_DOUBLE,
@@ -187,7 +187,7 @@ async def _ensure(client: Client) -> None:
             raise
         await _register(client)
     present = await _search_attributes(client)
-    wanted = {name: _ATTRIBUTE_TYPES[kind] for name, kind in names.SEARCH_ATTRIBUTES.items()}
+    wanted = {name: ATTRIBUTE_TYPES[kind] for name, kind in names.SEARCH_ATTRIBUTES.items()}
     for name, kind in wanted.items():
         if present.get(name, kind) != kind:
             raise SetupMissingError(
