@@ -126,7 +126,7 @@ def test_every_setting_is_read_by_something() -> None:
     settings = {
         item.target.id
         for section in tree.body
-        if isinstance(section, ast.ClassDef)
+        if isinstance(section, ast.ClassDef) and section.name != "Alarms"  # read by looping over its fields
         for item in section.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     }
