@@ -111,6 +111,18 @@ def require_extra(find: Callable[[str], object] = find_spec) -> None:
         raise MissingExtraError("the Mac worker needs MLX, which is not installed", hint="run `pip install 'stoa[mac]'`")
 
 
+def reason_to_greet(pending: str, *, tick_seconds: float, silent_seconds: float) -> str:
+    """Why to say hello now; "" for no reason.
+
+    pending: the reason of a hello that the server did not take. tick_seconds: wall clock since the last look, which is
+    longer than a tick after sleep (the monotonic clock of a Mac stands still meanwhile). silent_seconds: without a
+    sweep and without a hello.
+    """
+    if tick_seconds > CLOCK_JUMP_SECONDS:
+        return "wake"
+    return pending or ("silence" if silent_seconds > SILENCE_SECONDS else "")
+
+
 class _Worker:
     """One process's life."""
 
@@ -119,6 +131,7 @@ class _Worker:
         self._run, self._host = config.run, identity.host
         self._stop = asyncio.Event()
         self._said = ""
+        self._run_stopped = False
         store = Store(config.bucket, bucket_credentials(config.bucket), patience_seconds=BUCKET_PATIENCE_SECONDS)
         self._store = store
 
@@ -138,7 +151,7 @@ class _Worker:
                 await self._serve(document, engine)
         finally:
             await asyncio.to_thread(engine.close)
-        _log.info("worker_ended", run_stopped=engine.run_stopped)
+        _log.info("worker_ended", run_stopped=self._run_stopped)
 
     def _read_run(self) -> RunDocument:
         self._store.patience_seconds = 0.0  # waiting, and saying so, is done here
@@ -235,7 +248,7 @@ class _Worker:
             await supervise(make, self._stop)
         finally:
             watching.cancel()
-            await self._say_goodbye(client, "run stopped" if engine.run_stopped else "worker ended")
+            await self._say_goodbye(client, "run stopped" if self._run_stopped else "worker ended")
 
     async def _watch(self, client: Client, config: RunConfig, document: RunDocument, engine: "MacEngine") -> None:
         """Say hello at the start, after sleep and after silence; end when the run has stopped."""
@@ -246,16 +259,15 @@ class _Worker:
                 greeted, reason = time.monotonic(), ""
             await self._pause(TICK_SECONDS)
             now, wall = time.monotonic(), time.time()
-            woke, ticked_at = wall - ticked_at > CLOCK_JUMP_SECONDS, wall
-            if woke:
-                reason = "wake"
-            elif not reason and min(engine.idle_seconds, now - greeted) > SILENCE_SECONDS:
-                reason = "silence"
+            reason = reason_to_greet(
+                reason, tick_seconds=wall - ticked_at, silent_seconds=min(engine.idle_seconds, now - greeted)
+            )
+            ticked_at = wall
             if engine.idle_seconds > config.timeouts.head_poll_seconds < now - looked:
                 looked = now
-                if await asyncio.to_thread(self._head_state, document) == "stopped":
-                    self._stop.set()
-            if engine.run_stopped:
+                self._run_stopped = await asyncio.to_thread(self._head_state, document) == "stopped"
+            if self._run_stopped or engine.run_stopped:
+                self._run_stopped = True
                 self._stop.set()
 
     async def _say_hello(self, client: Client, config: RunConfig, reason: str) -> bool:
