@@ -335,6 +335,8 @@ class Store:
             return self._too_short(key)
         if status == 404:
             return ObjectMissingError(f"{where} is not there")
+        if code == "RequestTimeTooSkewed":
+            return AccessDeniedError(f"{where}: this machine's clock is wrong", hint="set the clock: requests are signed with the time")
         if status in (401, 403):
             return AccessDeniedError(f"{where}: the bucket refused our key ({code})", hint=_ACCESS_HINT)
         if status >= 500 or status == 429:

@@ -11,6 +11,7 @@ from stoa.config.load import Credentials
 from stoa.config.run import Bucket
 from stoa.contracts.errors import (
     AccessDeniedError,
+    BucketError,
     ConfigError,
     DigestError,
     ObjectExistsError,
@@ -290,3 +291,30 @@ def test_requests_over_https_carry_no_checksum_trailer_that_r2_refuses():
         assert "STREAMING" not in headers["x-amz-content-sha256"]
     assert "x-amz-checksum-sha256" in created
     assert "x-amz-checksum-sha256" not in swapped
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error", "told"),
+    [
+        (401, "Unauthorized", AccessDeniedError, "Unauthorized"),
+        (403, "RequestTimeTooSkewed", AccessDeniedError, "clock"),
+        (404, "NoSuchBucket", SetupMissingError, "no bucket"),
+        (404, "NoSuchKey", PreconditionError, "changed"),
+        (409, "ConditionalRequestConflict", PreconditionError, "changed"),
+        (412, "PreconditionFailed", PreconditionError, "changed"),
+        (429, "TooManyRequests", ServiceUnavailableError, "does not answer"),
+        (503, "SlowDown", ServiceUnavailableError, "does not answer"),
+        (400, "InvalidPart", BucketError, "InvalidPart"),
+    ],
+)
+def test_refusals_of_a_conditional_write_become_typed_errors(status: int, code: str, error: type[Exception], told: str):
+    store = Store(Bucket(endpoint="http://bucket.invalid"), CREDENTIALS)
+
+    class Body:
+        def stream(self, **_: object) -> list[bytes]:
+            return [f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()]
+
+    store._client.meta.events.register("before-send.s3.PutObject", lambda request, **_: AWSResponse(request.url, status, {}, Body()))
+    with pytest.raises(error, match=told) as caught:
+        store.swap("k/a", b"data", '"etag"')
+    assert type(caught.value) is error
