@@ -23,7 +23,7 @@ from cli.services import Ports, Services, start_services
 from cli.temporal import Control
 from stoa.config.load import bucket_credentials, child_environment, load_run
 from stoa.config.run import Bucket, RunConfig
-from stoa.contracts.errors import MissingExtraError, PortTakenError, ServiceError, ServiceUnavailableError, UsageError
+from stoa.contracts.errors import MissingExtraError, ServiceError, ServiceUnavailableError, UsageError
 
 MAX_RESTARTS: Final = 3
 """Times a dead worker is started again."""
@@ -77,7 +77,7 @@ def run_demo(options: Options) -> Outcome:
     """Do all of it. Whatever happens, every process that was started is ended before this returns or raises."""
     claim_folder(options.out)
     with Household(options.out) as house:
-        services = _start_services(house, options.out)
+        services = start_services(house, options.out / "state", options.out / "logs", bucket_credentials(Bucket()), Ports())
         config = resolve(options, services)
         (options.out / "config.json").write_text(config.model_dump_json(indent=2) + "\n", "utf-8")
         env = worker_environment(options.out)
@@ -143,18 +143,6 @@ def worker_environment(out: Path) -> dict[str, str]:
         },
         without=("STOA_TEMPORAL_ADDRESS", "STOA_BUCKET_ENDPOINT", "STOA_BUCKET_NAME", "STOA_SIGNING_KEY"),
     )
-
-
-def _start_services(house: Household, out: Path) -> Services:
-    # Between choosing a free port and taking it somebody else may: choose again.
-    for attempt in (1, 2, 3):
-        try:
-            return start_services(house, out / "state", out / "logs", bucket_credentials(Bucket()), Ports())
-        except (PortTakenError, ServiceUnavailableError):
-            house.stop(house.children)
-            if attempt == 3:
-                raise
-    raise AssertionError
 
 
 def _workers(options: Options) -> tuple[_Worker, ...]:

@@ -26,8 +26,9 @@ BUCKET_PORT: Final = 8333
 WEED_GRPC_OFFSET: Final = 10_000
 """The S3 server also takes each of its ports + this."""
 READY_SECONDS: Final = 40.0
-_FREE_PORTS: Final = range(20_000, 32_000)
-"""Below the range that systems hand out by themselves on outgoing connections, also with the offset added."""
+_FREE_PORTS: Final = range(11_000, 22_000)
+"""With and without the offset below 32768, from where systems take ports for outgoing connections by themselves."""
+_ATTEMPTS: Final = 3
 _HOST: Final = "127.0.0.1"
 _PROBE_KEY: Final = "probe"
 
@@ -71,6 +72,19 @@ def start_services(house: Household, folder: Path, logs: Path, credentials: Cred
     Raises PortTakenError for a port somebody else has, MissingExtraError if a program is not installed,
     ServiceUnavailableError if one ends or does not answer within `READY_SECONDS`.
     """
+    for attempt in range(1, _ATTEMPTS + 1):
+        before = house.children
+        try:
+            return _start_both(house, folder, logs, credentials, ports)
+        except ServiceUnavailableError:
+            # Between choosing a free port and taking it somebody else may have: choose again.
+            house.stop([child for child in house.children if child not in before])
+            if attempt == _ATTEMPTS:
+                raise
+    raise AssertionError
+
+
+def _start_both(house: Household, folder: Path, logs: Path, credentials: Credentials, ports: Ports) -> Services:
     temporal_port, ui_port, *temporal_other = _temporal_ports(ports)
     bucket_port, *bucket_other = _bucket_ports(ports)
     temporal = _start_temporal(house, folder / "temporal", logs, temporal_port, ui_port, temporal_other)

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
-from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowUpdateFailedError
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowQueryFailedError, WorkflowUpdateFailedError
 from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
@@ -137,7 +137,7 @@ class Control:
             handle = client.get_workflow_handle(names.session_workflow_id(run, host))
             try:
                 return await handle.query(names.SESSION_QUERY, result_type=SessionStatus, rpc_timeout=timedelta(seconds=QUERY_SECONDS))
-            except RPCError:
+            except (RPCError, WorkflowQueryFailedError):
                 return None
 
         return tuple(status for status in await asyncio.gather(*map(one, hosts)) if status is not None)
@@ -154,6 +154,8 @@ class Control:
             return self._runner.run(work)
         except RPCError as problem:
             raise _typed(problem, self._settings.address, run) from None
+        except WorkflowQueryFailedError as problem:
+            raise ServiceError(f"run {run}: its workflow cannot answer: {problem}") from None
 
 
 async def connect(address: str, namespace: str) -> Client:

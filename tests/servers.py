@@ -56,11 +56,11 @@ class TemporalServer:
 
 
 def free_ports(count: int, *, reserve_offset: int = 0) -> list[int]:
-    """Ports of 127.0.0.1 that are free now, below 45000; with an offset, port + offset is free too."""
+    """Ports of 127.0.0.1 that are free now; with an offset, port + offset is free too. Both below 32768, where outgoing connections begin."""
     found: list[int] = []
     chance = random.Random(os.urandom(8))
     while len(found) < count:
-        port = chance.randrange(20000, 32000)
+        port = chance.randrange(11000, 22000)
         if port not in found and _is_free(port) and (not reserve_offset or _is_free(port + reserve_offset)):
             found.append(port)
     return found

@@ -124,7 +124,7 @@ class Collector:
             # A Mac that left is kept: its session's last answer stands.
             for session in self._control.sessions(run, tuple(dict.fromkeys((*self._sessions, *hosts)))):
                 self._sessions[session.host] = session
-            if self._head is not None and STEADY_FROM_VERSION <= self._head.version and self._head.state == "running":
+            if self._head is not None and self._head.version >= STEADY_FROM_VERSION and self._head.state == "running":
                 self._early = self._early or tuple(self._sessions.values())
                 self._waits.update(s.reason for s in self._sessions.values() if s.state == "live" and s.reason)
             self._silence = ""
