@@ -44,7 +44,7 @@ from trainer_gpu.checkpoint import (
     save_checkpoint,
 )
 from trainer_gpu.grant_book import GrantBook
-from trainer_gpu.intake import Intake, Starved, Taken
+from trainer_gpu.intake import LATE_VERSIONS, Intake, Starved, Taken
 from trainer_gpu.metrics import drop_metrics, mismatch
 from trainer_gpu.policy import Policy
 from trainer_gpu.publish import VersionPublisher
@@ -329,7 +329,8 @@ class TrainerEngine:
         lease.version = prepared.version
         if checkpoint_key is not None:
             self._prune(lease, checkpoint_key)
-        oldest = lease.version - self._handle.config.learning.max_staleness_hard
+        # One version more than a successor, which publishes at once, will look at.
+        oldest = lease.version - self._handle.config.learning.max_staleness_hard - LATE_VERSIONS - 1
         lease.settled = {key for key in lease.settled if keys.parse_group(key).version >= oldest}
         lease.last_published = Published(
             version=prepared.version,

@@ -37,6 +37,8 @@ from trainer_gpu.versions import KnownVersions
 NUM_DOWNLOADS = 4
 NOTE_AFTER_SECONDS = 1.0
 """A wait this long tells the admission ledger of dropped groups before the step's manifest can."""
+LATE_VERSIONS = 2
+"""Versions below the staleness bound in which groups are still looked for, to be dropped with a reason."""
 _WAIT_SECONDS = 0.25
 
 log = structlog.get_logger()
@@ -100,7 +102,10 @@ class Intake:
         settled: Iterable[str],
         note: Callable[[Sequence[Dropped]], None],
     ) -> None:
-        """`settled`: keys that earlier steps consumed, dropped or refused. `note` tells the ledger of drops early."""
+        """`settled`: keys that earlier steps consumed, dropped or refused, of all versions that are looked at.
+
+        `note` tells the ledger of drops early.
+        """
         settled = tuple(settled)
         self._store = store
         self._rules = rules
@@ -192,12 +197,11 @@ class Intake:
 
     def _fill(self) -> None:
         """The thread: look, download, admit, until closed. What it fails with is raised by `take`."""
-        oldest = 0
         with ThreadPoolExecutor(NUM_DOWNLOADS, thread_name_prefix="download") as pool:
             while not self._closing.is_set():
-                arrivals = self._look(oldest)
                 # A little beyond the bound, so that most groups that come too late are dropped with a reason.
-                oldest = max(0, self._versions.newest - self._learning.max_staleness_hard - 2)
+                oldest = self._versions.newest - self._learning.max_staleness_hard - LATE_VERSIONS
+                arrivals = self._look(max(0, oldest))
                 fresh = [arrival for arrival in arrivals if not self._dropped_unread(arrival)]
                 for arrival, data in zip(fresh, pool.map(self._read, fresh), strict=True):
                     if self._closing.is_set():

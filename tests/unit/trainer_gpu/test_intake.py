@@ -109,6 +109,15 @@ def test_settled_groups_are_never_taken_again(store: Store, noted: list[Dropped]
         assert "0 of 2 groups" in answer.reason
 
 
+def test_groups_of_versions_long_past_are_not_looked_at(store: Store, intake: Intake) -> None:
+    """They were settled by steps whose keys a resumed trainer no longer carries: counting them as dropped would be wrong."""
+    put(store, group(0, version=0))
+    good = {put(store, group(slot)) for slot in (1, 2)}
+    taken = intake.take(5, Reports())
+    assert isinstance(taken, Taken)
+    assert (set(taken.keys), taken.dropped) == (good, ())
+
+
 def test_put_back_groups_are_taken_again(store: Store, intake: Intake) -> None:
     for slot in (0, 1):
         put(store, group(slot))

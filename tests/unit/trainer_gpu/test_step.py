@@ -9,6 +9,7 @@ import torch
 
 from stoa.config.run import Learning
 from stoa.rollouts.records import Group
+from stoa.telemetry.metrics import find
 from tests.unit.trainer_gpu.player import POLICY, group_of, play, search
 from trainer_gpu.convert import load_hub
 from trainer_gpu.model import build_model, read_model_config
@@ -59,6 +60,11 @@ def test_on_policy_step_drops_nothing_and_sees_no_mismatch(groups: list[Group]) 
     assert metrics["search_rate"] == np.mean([e.reward_parts["searched"] for g in groups for e in g.episodes])
     assert metrics["sampled_tokens"] == sum(len(e.logprobs) for g in groups for e in g.episodes)
     assert 0 < metrics["entropy"] < np.log(256)
+
+
+def test_every_metric_is_declared_in_the_catalogue(groups: list[Group]) -> None:
+    _, outcome = step(groups)
+    assert [name for name in outcome.metrics if find(name) is None] == []
 
 
 def test_cut_into_rows_does_not_change_the_gradient(groups: list[Group]) -> None:
