@@ -56,7 +56,7 @@ class TemporalServer:
 
 
 def free_ports(count: int, *, reserve_offset: int = 0) -> list[int]:
-    """Ports of 127.0.0.1 that are free now; with an offset, port + offset is free too. Both below 32768, where outgoing connections begin."""
+    """Ports of 127.0.0.1 that are free now; with an offset, port + offset is free too. Both below the range of outgoing connections."""
     found: list[int] = []
     chance = random.Random(os.urandom(8))
     while len(found) < count:
