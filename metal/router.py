@@ -63,9 +63,7 @@ class Router:
         self.rule = rule
         self._kernel = Kernel("router", inputs=("logits", "bias", "scale"), outputs=("experts", "weights"))
         fits = rule.num_experts <= MAX_EXPERTS and rule.top_k <= rule.num_experts
-        self.switch = Switch(
-            "router", available=lambda: fits and available(), self_test=lambda: self_test(self._kernel)
-        )
+        self.switch = Switch("router", available=lambda: fits and available(), self_test=lambda: self_test(self._kernel))
 
     def __call__(self, logits: mx.array, bias: mx.array) -> tuple[mx.array, mx.array]:
         """As `route_plain`, by the kernel where it is used."""

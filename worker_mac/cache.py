@@ -45,9 +45,7 @@ class Cache:
         if num_tokens <= self.capacity:
             return
         wanted = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
-        more = mx.zeros(
-            (self.num_rows, self._shape.num_kv_heads, wanted - self.capacity, self._shape.head_size), self._shape.dtype
-        )
+        more = mx.zeros((self.num_rows, self._shape.num_kv_heads, wanted - self.capacity, self._shape.head_size), self._shape.dtype)
         for arrays in (self.keys, self.values):
             for layer, array in arrays.items():
                 arrays[layer] = mx.concatenate([array, more], axis=2)

@@ -86,9 +86,7 @@ class Decoder:
         self._keep_routes(routes, slots_N, places_N)
         self.positions[rows] += counts_S
 
-    def step(
-        self, tokens: Ids, uniform: NDArray[np.float32], active: NDArray[np.bool_]
-    ) -> tuple[Ids, NDArray[np.float32]]:
+    def step(self, tokens: Ids, uniform: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Ids, NDArray[np.float32]]:
         """Give every active row one token and draw its next: int32 [R], float32 [R], bool [R] -> int32 [R], float32 [R].
 
         Inactive rows keep their state; what is returned for them means nothing.

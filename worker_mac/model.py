@@ -146,7 +146,7 @@ class Model:
 
     @property
     def ops(self) -> str:
-        """"metal" if an own kernel computes a part, "plain" if only MLX's ops do."""
+        """What computes: "metal" if an own kernel does a part, "plain" if only MLX does."""
         return "metal" if self.router is not None and self.router.switch.uses_kernel else "plain"
 
     def new_cache(self, num_rows: int) -> Cache:
@@ -162,9 +162,7 @@ class Model:
         places_SW = feed.starts[:, None] + mx.arange(feed.width, dtype=mx.int32)
         visible_S1WC = (columns_C <= places_SW[..., None])[:, None]
         codes, scales, biases = (array[feed.tokens] for array in self._embedding)
-        x_ND = mx.dequantize(
-            codes, scales.astype(self.dtype), biases.astype(self.dtype), group_size=GROUP_SIZE, bits=BITS
-        )
+        x_ND = mx.dequantize(codes, scales.astype(self.dtype), biases.astype(self.dtype), group_size=GROUP_SIZE, bits=BITS)
         for index, layer in enumerate(self._layers):
             normed_ND, mixer = self._norm(x_ND, layer.operator_norm), layer.mixer
             if isinstance(mixer, AttentionWeights):
@@ -189,9 +187,7 @@ class Model:
     def _norm(self, x: mx.array, weight: mx.array) -> mx.array:
         return mx.fast.rms_norm(x, weight, self.config.norm_eps)
 
-    def _attend(
-        self, index: int, weights: AttentionWeights, x_ND: mx.array, feed: Feed, cache: Cache, visible_S1WC: mx.array
-    ) -> mx.array:
+    def _attend(self, index: int, weights: AttentionWeights, x_ND: mx.array, feed: Feed, cache: Cache, visible_S1WC: mx.array) -> mx.array:
         config = self.config
         num_q, num_kv, size = config.num_heads, config.num_kv_heads, config.head_size
         q_NQH = self._norm(linear(x_ND, weights.q).reshape(-1, num_q, size), weights.q_norm)

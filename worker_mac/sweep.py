@@ -177,9 +177,7 @@ class Sweep:
         limits = self._environment.limits
         stopped = np.isin(tokens, self._stop_ids)
         turn_ended = (
-            stopped
-            | (places + 1 - self._turn_start[playing] >= limits.max_turn_tokens)
-            | (places + 1 >= limits.max_episode_tokens)
+            stopped | (places + 1 - self._turn_start[playing] >= limits.max_turn_tokens) | (places + 1 >= limits.max_episode_tokens)
         )
         for index in np.flatnonzero(turn_ended):
             self._end_turn(int(playing[index]), bool(stopped[index]))

@@ -259,9 +259,7 @@ class _Worker:
                 greeted, reason = time.monotonic(), ""
             await self._pause(TICK_SECONDS)
             now, wall = time.monotonic(), time.time()
-            reason = reason_to_greet(
-                reason, tick_seconds=wall - ticked_at, silent_seconds=min(engine.idle_seconds, now - greeted)
-            )
+            reason = reason_to_greet(reason, tick_seconds=wall - ticked_at, silent_seconds=min(engine.idle_seconds, now - greeted))
             ticked_at = wall
             if engine.idle_seconds > config.timeouts.head_poll_seconds < now - looked:
                 looked = now

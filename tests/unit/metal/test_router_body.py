@@ -77,9 +77,7 @@ def test_body_passes_the_start_up_self_test(kernel: Callable[..., list[mx.array]
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), SHAPES)
-def test_body_equals_the_reference_on_ties_and_on_drawn_logits(
-    kernel: Callable[..., list[mx.array]], num_experts: int, top_k: int
-) -> None:
+def test_body_equals_the_reference_on_ties_and_on_drawn_logits(kernel: Callable[..., list[mx.array]], num_experts: int, top_k: int) -> None:
     drawn = np.random.default_rng(num_experts).normal(0, 3, (50, num_experts)).astype(np.float32)
     for logits, bias in (tied_case(50, num_experts), (mx.array(drawn), mx.array(drawn[0] / 4))):
         rule = RouterRule(num_experts, top_k, True, 2.5)

@@ -48,16 +48,13 @@ class Publishing:
             timeouts=Timeouts(head_poll_seconds=0.1),
         )
         self.signer = Signer.generate()
-        document = new_run(
-            config, self.signer, layout_id=self.layout.layout_id, model_files=upload_model_files(store, run, folder)
-        )
+        document = new_run(config, self.signer, layout_id=self.layout.layout_id, model_files=upload_model_files(store, run, folder))
         self.document: RunDocument = claim_run(store, document, self.signer)
         self.writer = HeadWriter(store, run, self.signer, owner="test", interval_seconds=0.0)
         self.publisher = Publisher(store, self.document, self.signer, hysteresis=0.02, anchor_part_bytes=1 << 20)
         self.numbers = np.random.default_rng(0)
         self.masters = {
-            spec.name: self.numbers.normal(0, 0.08, spec.shape).astype(np.float32) + ("norm" in spec.name)
-            for spec in self.layout.tensors
+            spec.name: self.numbers.normal(0, 0.08, spec.shape).astype(np.float32) + ("norm" in spec.name) for spec in self.layout.tensors
         }
         self.writer.acquire(TOKEN)
 

@@ -10,9 +10,7 @@ import numpy as np
 from stoa.weights.state import WeightState
 
 
-def logprobs(
-    config: Mapping[str, object], state: WeightState, ids: np.ndarray, routes: list[np.ndarray] | None = None
-) -> np.ndarray:
+def logprobs(config: Mapping[str, object], state: WeightState, ids: np.ndarray, routes: list[np.ndarray] | None = None) -> np.ndarray:
     """float64 [T, V]: row t is the distribution of token t + 1. `routes` gets the experts [T, K] of each MoE layer."""
     weights = {spec.name: state.dequantise(spec.name).astype(np.float64) for spec in state.layout.tensors}
     embedding = weights["model.embed_tokens.weight"]
@@ -80,9 +78,7 @@ def dense(part: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     return (silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def experts(
-    part: Mapping[str, np.ndarray], x: np.ndarray, config: Mapping[str, object], routes: list[np.ndarray] | None
-) -> np.ndarray:
+def experts(part: Mapping[str, np.ndarray], x: np.ndarray, config: Mapping[str, object], routes: list[np.ndarray] | None) -> np.ndarray:
     scores = 1 / (1 + np.exp(-(x @ part["feed_forward.gate.weight"].T)))
     gate, up, down = (part[f"feed_forward.switch_mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
     out = np.zeros_like(x)
