@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from cli.follow import reached
 from cli.launch import Launched, launch, open_store
 from cli.live.progress import Progress
 from cli.processes import Child, Household, end_leftovers, ignored_signals
@@ -266,13 +267,7 @@ class _Watch:
         restarts = {worker.name: worker.restarts for worker in self._workers if worker.restarts}
         whole = with_end(record, restarts=restarts, end_reason=self._end_reason)
         summary = write_report(whole, self._options.out)
-        stop = self._config.stop
-        reached = (
-            (stop.max_steps and record.step >= stop.max_steps)
-            or (stop.max_versions and record.version >= stop.max_versions)
-            or (stop.target_pass_at_1 and any(e.pass_at_1 >= stop.target_pass_at_1 for e in record.evaluations))
-        )
-        return Outcome(summary, complete=bool(reached))
+        return Outcome(summary, complete=reached(self._config.stop, record))
 
     def _report_what_there_is(self) -> None:
         if self._record is not None and self._record.steps:

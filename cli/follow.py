@@ -17,7 +17,7 @@ from cli.temporal import Control
 from stoa.bucket.run_document import RunDocument, read_run
 from stoa.bucket.store import Store
 from stoa.config.load import load_run
-from stoa.config.run import RunConfig
+from stoa.config.run import RunConfig, Stop
 
 POLL_SECONDS: Final = 2.0
 
@@ -56,6 +56,16 @@ def follow(found: Found, max_steps: int, ui_url: str = "") -> RunRecord:
             if record.state in ("stopped", "failed") and not found.control.is_running(run):
                 return record
             time.sleep(POLL_SECONDS)
+
+
+def reached(stop: Stop, record: RunRecord) -> bool:
+    """True if a run got what it was started for: its steps, versions or target, not merely the end of its time."""
+    best = max((e.pass_at_1 for e in record.evaluations), default=0.0)
+    return bool(
+        (stop.max_steps and record.step >= stop.max_steps)
+        or (stop.max_versions and record.version >= stop.max_versions)
+        or (stop.target_pass_at_1 and best >= stop.target_pass_at_1)
+    )
 
 
 def ask(run: str, update: str, reason: str, config: Path | None, *, as_json: bool, said: str) -> None:

@@ -26,7 +26,7 @@ def run(
     detach
         Start it and return.
     """
-    from cli.follow import Found, follow
+    from cli.follow import Found, follow, reached
     from cli.launch import launch, open_store
     from cli.report.collect import Collector
     from cli.temporal import Control
@@ -52,7 +52,13 @@ def run(
             return Exit.DONE
         store = open_store(settings)
         found = Found(settings, launched.document, store, control, Collector(launched.document, store, control))
-        record = follow(found, stop.max_steps)
+        try:
+            record = follow(found, stop.max_steps)
+        except KeyboardInterrupt:
+            say.talk(f"no longer following; the run goes on: `stoa status {settings.run}`, `stoa stop {settings.run}`")
+            return Exit.STOPPED
         result = control.result(settings.run)
         say.talk(f"run {settings.run} ended at step {result.step}, version {result.version}: {result.end_reason}")
-        return Exit.FAILED if record.state == "failed" else Exit.DONE
+        if record.state == "failed":
+            return Exit.FAILED
+        return Exit.DONE if reached(stop, record) else Exit.STOPPED

@@ -28,7 +28,7 @@ _STYLE: Final = {
     "svg.fonttype": "none",
     "svg.hashsalt": "stoa",
     "font.family": ["DejaVu Sans"],
-    "font.size": 9.5,
+    "font.size": 9,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "axes.spines.top": False,
@@ -65,7 +65,7 @@ def draw_all(record: RunRecord, folder: Path) -> tuple[Plot, ...]:
         for name, title, caption, has_data, draw in _FIGURES:
             if not has_data(record):
                 continue
-            figure = Figure(figsize=(6.4, 3.3), layout="constrained")
+            figure = Figure(figsize=(5.0, 3.0), layout="constrained")
             draw(record, figure.subplots())
             figure.savefig(folder / f"{name}.png", dpi=150, facecolor="white")
             plots.append(Plot(name, title, caption, _svg(figure, name)))
