@@ -164,9 +164,7 @@ class TrainerEngine:
             lease = self._held(request.token)
             self._check_step(lease, request.step)
             saved = self._save(lease, self._built(progress), progress)
-            lease.writer.swap(
-                lease.token, step=lease.step, step_manifest_key=lease.step_manifest_key, checkpoint_key=saved.key
-            )
+            lease.writer.swap(lease.token, step=lease.step, step_manifest_key=lease.step_manifest_key, checkpoint_key=saved.key)
             self._prune(lease, saved.key)
             return Checkpointed(lease.step, saved.key, saved.num_bytes)
 
@@ -198,17 +196,13 @@ class TrainerEngine:
         else:
             policy.restore(read_tensors(handle.store, document.parts))
             restore_rng(facts.rng)
-        versions = KnownVersions(
-            handle.store, handle.run, handle.signer.public_key, window=config.learning.max_staleness_hard
-        )
+        versions = KnownVersions(handle.store, handle.run, handle.signer.public_key, window=config.learning.max_staleness_hard)
         versions.follow(head, head.version - config.learning.max_staleness_hard)
         publisher = VersionPublisher(handle)
         progress.report(f"loading version {head.version} as published")
         publisher.load_published(head)
         intake = self._intake(policy, versions, facts, token)
-        lease = _Lease(
-            token, writer, publisher, intake, versions, head.version, facts.step, facts.step_manifest_key, set(facts.settled)
-        )
+        lease = _Lease(token, writer, publisher, intake, versions, head.version, facts.step, facts.step_manifest_key, set(facts.settled))
         return lease, head
 
     def _intake(self, policy: Policy, versions: KnownVersions, facts: Facts, token: int) -> Intake:
@@ -222,9 +216,7 @@ class TrainerEngine:
                 write_drop_note(handle.store, handle.run, token, lease.num_notes, dropped)
                 lease.num_notes += 1
 
-        return Intake(
-            handle.store, rules, Referee(handle.environment), versions, config.learning, settled=facts.settled, note=note
-        )
+        return Intake(handle.store, rules, Referee(handle.environment), versions, config.learning, settled=facts.settled, note=note)
 
     def _train(self, lease: _Lease, step: int, taken: Taken, progress: Progress) -> StepResult:
         """One optimizer step and its manifest. If the manifest cannot be written, memory is ahead of the bucket: lost."""
@@ -274,9 +266,7 @@ class TrainerEngine:
         log.info("step_done", step=step, version=lease.version, wait_seconds=taken.wait_seconds, train_seconds=train_seconds)
         return lease.last_step
 
-    def _manifest(
-        self, lease: _Lease, step: int, taken: Taken, outcome: StepOutcome, started: float, train_seconds: float
-    ) -> StepManifest:
+    def _manifest(self, lease: _Lease, step: int, taken: Taken, outcome: StepOutcome, started: float, train_seconds: float) -> StepManifest:
         handle, learning = self._handle, self._handle.config.learning
         far = {name: float(mismatch(tokens).mean()) for name, tokens in outcome.tokens_of_host.items()}
         hosts = {name: replace(counts, mismatch_mean=far.get(name, 0.0)) for name, counts in taken.hosts.items()}
@@ -301,9 +291,7 @@ class TrainerEngine:
             facts,
         )
 
-    def _publish(
-        self, lease: _Lease, policy: Policy, *, anchor: bool, checkpoint_key: str | None, progress: Progress
-    ) -> Published:
+    def _publish(self, lease: _Lease, policy: Policy, *, anchor: bool, checkpoint_key: str | None, progress: Progress) -> Published:
         """The next version, with a checkpoint in the same swap if there is one."""
         started = time.monotonic()
         progress.report(f"publishing version {lease.version + 1} of step {lease.step}")
@@ -323,9 +311,7 @@ class TrainerEngine:
                 **named,
             )
 
-        prepared = lease.publisher.publish(
-            policy, step=lease.step, token=lease.token, version=lease.version + 1, anchor=anchor, swap=swap
-        )
+        prepared = lease.publisher.publish(policy, step=lease.step, token=lease.token, version=lease.version + 1, anchor=anchor, swap=swap)
         lease.version = prepared.version
         if checkpoint_key is not None:
             self._prune(lease, checkpoint_key)

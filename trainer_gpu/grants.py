@@ -7,7 +7,7 @@ control process goes on where the old one ended. Nothing here imports torch.
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -100,7 +100,7 @@ class GrantKeeper:
                 self._away.discard(request.host)
                 self._ended_before[request.host] = max(self._ended_before.get(request.host, 0), request.ended_before)
                 answer = self._answer(request)
-            if answer.question_ids or answer.run_state != "running":
+            if answer.question_ids or answer.run_state != "running" or answer.newest_sweep >= 0:
                 return answer
             if time.monotonic() >= deadline or progress.cancelled or progress.stopping:
                 return answer
@@ -118,6 +118,10 @@ class GrantKeeper:
             return self._empty(request, "no version is published yet: waiting for a trainer")
         if head.state != "running":
             return Grant(self._run, request.host, request.sweep, (), reason=f"the run is {head.state}", run_state=head.state)
+        newest = max((sweep for host, sweep in self._grants if host == request.host), default=-1)
+        if request.sweep < newest - 1:  # it may play one and have asked for the next, no more
+            over = self._empty(request, f"sweep {request.sweep} is over, {newest} was granted already")
+            return replace(over, newest_sweep=newest)
         decision = self._decide(request, head)
         if decision.grant is None:
             return self._empty(request, decision.reason)
@@ -187,9 +191,7 @@ class GrantKeeper:
             self._noted |= {keys.parse_group(key) for key in group_keys}
         self._noted = {key for key in self._noted if key.version >= oldest}
         start_after = keys.groups_of_version(self._run, oldest)
-        self._arrived = {
-            key for listed in self._store.list(keys.groups_prefix(self._run), start_after) if (key := _group_key(listed.key))
-        }
+        self._arrived = {key for listed in self._store.list(keys.groups_prefix(self._run), start_after) if (key := _group_key(listed.key))}
         self._fresh_until = time.monotonic() + self._refresh_seconds
         return head
 

@@ -36,9 +36,7 @@ def keep_mask(log_pi: torch.Tensor, log_mu: torch.Tensor, advantages: torch.Tens
             return torch.ones_like(up)
 
 
-def dppo_loss(
-    log_pi: torch.Tensor, log_mu: torch.Tensor, advantages: torch.Tensor, *, denominator: float, gate: Gate
-) -> torch.Tensor:
+def dppo_loss(log_pi: torch.Tensor, log_mu: torch.Tensor, advantages: torch.Tensor, *, denominator: float, gate: Gate) -> torch.Tensor:
     """Sum over sampled tokens of -A * stopgrad(min(pi / mu, C)) * ln pi * keep, over a fixed denominator.
 
     Its value means nothing; its gradient is the policy's (arXiv 2602.04879, eq. 23).
@@ -62,9 +60,7 @@ def _ratio(log_pi: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     return (log_pi - log_mu).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _binary_kl(
-    pi: torch.Tensor, mu: torch.Tensor, log_pi: torch.Tensor, log_mu: torch.Tensor
-) -> torch.Tensor:
+def _binary_kl(pi: torch.Tensor, mu: torch.Tensor, log_pi: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     """KL of (mu, 1 - mu) from (pi, 1 - pi), with the reference's guard inside the second logarithm."""
     rest = ((1 - mu + KL_EPSILON) / (1 - pi + KL_EPSILON)).log()
     return mu * (log_mu - log_pi) + (1 - mu) * rest

@@ -33,11 +33,9 @@ class Tokens:
     entropy: NDArray[np.float64]
 
     @classmethod
-    def of_tensors(
-        cls, log_pi: torch.Tensor, log_mu: torch.Tensor, advantages: torch.Tensor, entropy: torch.Tensor
-    ) -> "Tokens":
-        """From CPU tensors of any float type, [S] each."""
-        return cls(*(t.to(torch.float64).numpy() for t in (log_pi, log_mu, advantages, entropy)))
+    def of_tensors(cls, log_pi: torch.Tensor, log_mu: torch.Tensor, advantages: torch.Tensor, entropy: torch.Tensor) -> "Tokens":
+        """From tensors of any float type on any device, [S] each; off the graph."""
+        return cls(*(t.detach().to("cpu", torch.float64).numpy() for t in (log_pi, log_mu, advantages, entropy)))
 
     @classmethod
     def concatenate(cls, parts: Sequence["Tokens"]) -> "Tokens":

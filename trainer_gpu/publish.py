@@ -41,9 +41,7 @@ class VersionPublisher:
         """Bring the mirror to what HEAD names."""
         self._publisher.load_published(head)
 
-    def publish(
-        self, policy: Policy, *, step: int, token: int, version: int, anchor: bool, swap: Callable[[Prepared], None]
-    ) -> Prepared:
+    def publish(self, policy: Policy, *, step: int, token: int, version: int, anchor: bool, swap: Callable[[Prepared], None]) -> Prepared:
         """Write the version's objects, let `swap` make HEAD name them, advance the mirror; undone if anything raises."""
         prepared = self._publisher.prepare(
             host_tensors(policy),
@@ -82,12 +80,21 @@ def scan(
     weights_N64 = torch.from_numpy(weights.reshape(-1, GROUP_SIZE))
     codes_N64 = torch.from_numpy(codes.reshape(-1, GROUP_SIZE))
     scales_N, biases_N = (torch.from_numpy(bits.reshape(-1).view(np.int16)).view(torch.bfloat16) for bits in (scales, biases))
-    parts = [
-        _scan_block(*(t[first : first + block_groups].to(device) for t in (weights_N64, codes_N64, scales_N, biases_N)), hysteresis, first)
-        for first in range(0, len(weights_N64), block_groups)
-    ]
-    joined = [np.concatenate([part[i] for part in parts]) for i in range(6)]
-    return grid.Scan(*joined, sum(part[6] for part in parts), max(part[7] for part in parts))
+    parts: list[grid.Scan] = []
+    for first in range(0, len(weights_N64), block_groups):
+        rows = slice(first, first + block_groups)
+        block = [tensor[rows].to(device) for tensor in (weights_N64, codes_N64, scales_N, biases_N)]
+        parts.append(_scan_block(block[0], block[1], block[2], block[3], hysteresis, first))
+    return grid.Scan(
+        np.concatenate([part.positions for part in parts]),
+        np.concatenate([part.codes for part in parts]),
+        np.concatenate([part.groups for part in parts]),
+        np.concatenate([part.scales for part in parts]),
+        np.concatenate([part.biases for part in parts]),
+        np.concatenate([part.group_codes for part in parts]),
+        sum(part.num_clipped for part in parts),
+        max(part.lag_steps for part in parts),
+    )
 
 
 def _scan_block(
@@ -97,8 +104,8 @@ def _scan_block(
     biases_N: torch.Tensor,
     hysteresis: float,
     first_group: int,
-) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint8], int, float]:
-    """The fields of `grid.Scan` for some whole groups; `first_group` is the number of the first one in its tensor."""
+) -> grid.Scan:
+    """`scan` of some whole groups on one device; `first_group` is the number of the first one in its tensor."""
     if not bool(torch.isfinite(weights_N64).all()):
         raise NonFiniteError("a weight is NaN or infinite")
     places_N64 = place(weights_N64, scales_N, biases_N)
@@ -120,7 +127,7 @@ def _scan_block(
     clipped_N64 = (places_N64 < -0.5) | (places_N64 > 255.5)
     lag_N64 = torch.where(clipped_N64, 0.0, places_N64 - final_N64.float()).abs()
     positions_C = moved_N64.flatten().nonzero().squeeze(1)
-    return (
+    return grid.Scan(
         positions_C.cpu().numpy() + first_group * GROUP_SIZE,
         nearest_N64.flatten()[positions_C].cpu().numpy(),
         regrid_R.cpu().numpy() + first_group,

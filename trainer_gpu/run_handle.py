@@ -76,7 +76,5 @@ def _checked_tokenizer(document: RunDocument, folder: Path) -> bytes:
         path = folder / file.name
         found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "none"
         if found != file.sha256:
-            raise RunMismatchError(
-                f"{path} is not the file run {document.run} was started with", hint="use the base checkpoint of the run"
-            )
+            raise RunMismatchError(f"{path} is not the file run {document.run} was started with", hint="use the base checkpoint of the run")
     return (folder / "tokenizer.json").read_bytes()

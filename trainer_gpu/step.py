@@ -130,9 +130,9 @@ def _losses(
 
     def loss(row: _Row) -> torch.Tensor:
         log_pi, entropy = token_logprobs_packed(model, row.ids, row.seq_lens, row.where)
-        sampled = [tensor[row.where] for tensor in (log_pi, row.log_mu, row.advantages)]
-        seen.append(Tokens.of_tensors(*(t.detach().cpu() for t in sampled), entropy[row.where].detach().cpu()))
-        return dppo_loss(*sampled, denominator=denominator, gate=learning.gate)
+        ours, mu, advantages = log_pi[row.where], row.log_mu[row.where], row.advantages[row.where]
+        seen.append(Tokens.of_tensors(ours, mu, advantages, entropy[row.where]))
+        return dppo_loss(ours, mu, advantages, denominator=denominator, gate=learning.gate)
 
     for number, row in enumerate(rows):
         yield lambda row=row: loss(row)

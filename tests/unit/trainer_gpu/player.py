@@ -42,9 +42,7 @@ class _Play:
         return [self.ids[start:end] for start, end, _ in self.turns]
 
 
-def play(
-    model: GPTModel, environment: Environment, question_ids: list[str], *, num_episodes: int, seed: int
-) -> list[list[Episode]]:
+def play(model: GPTModel, environment: Environment, question_ids: list[str], *, num_episodes: int, seed: int) -> list[list[Episode]]:
     """`num_episodes` episodes of every question, sampled at temperature 1 with one packed forward pass a token."""
     draw = torch.Generator().manual_seed(seed)
     plays = [_new(environment, q) for q in question_ids for _ in range(num_episodes)]
@@ -62,9 +60,7 @@ def play(
     return [episodes[i : i + num_episodes] for i in range(0, len(episodes), num_episodes)]
 
 
-def group_of(
-    episodes: list[Episode], *, run: str, host: str, sweep: int, group: int, version: int, state_id: str
-) -> Group:
+def group_of(episodes: list[Episode], *, run: str, host: str, sweep: int, group: int, version: int, state_id: str) -> Group:
     return Group(
         run, host, sweep, group, "train", episodes[0].question_id, version, state_id, 1.0, 0, tuple(episodes), Fingerprint("torch", "test")
     )

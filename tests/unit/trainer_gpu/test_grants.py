@@ -129,6 +129,17 @@ def test_paused_run_grants_nothing_and_says_so(handle: RunHandle) -> None:
     assert (answer.question_ids, answer.run_state) == ((), "paused")
 
 
+def test_session_that_begins_anew_is_told_the_sweep_to_go_on_with(handle: RunHandle) -> None:
+    head(handle)
+    desk = keeper(handle)
+    for sweep in range(3):
+        ask(desk, "a", sweep, num=2)
+    answer = ask(keeper(handle), "a", 0)
+    assert (answer.question_ids, answer.newest_sweep) == ((), 2)
+    # One sweep may be played while the next is granted already: that one is not over.
+    assert len(ask(desk, "a", 1).question_ids) == 2
+
+
 def test_other_run_is_refused(handle: RunHandle) -> None:
     with pytest.raises(FormatError):
         keeper(handle).grant(GrantRequest("other", "a", 0, 8), Reports())

@@ -34,8 +34,7 @@ def groups() -> list[Group]:
     played = play(trainable().model, environment, questions, num_episodes=8, seed=0)
     uneven = [episodes for episodes in played if 0 < sum(e.reward for e in episodes) < 8]
     return [
-        group_of(episodes, run="r", host=f"mac-{i % 2}", sweep=0, group=i, version=3, state_id="s")
-        for i, episodes in enumerate(uneven[:3])
+        group_of(episodes, run="r", host=f"mac-{i % 2}", sweep=0, group=i, version=3, state_id="s") for i, episodes in enumerate(uneven[:3])
     ]
 
 
@@ -101,9 +100,7 @@ def test_gradient_equals_autograd_of_the_formula_one_episode_at_a_time(groups: l
 
 def test_stale_logprobs_are_gated_and_counted(groups: list[Group]) -> None:
     """Mu doubled in odds against pi: positive advantages on likely tokens move too far and are dropped."""
-    shifted = [
-        replace(g, episodes=tuple(replace(e, logprobs=np.log(np.exp(e.logprobs) * 0.5)) for e in g.episodes)) for g in groups
-    ]
+    shifted = [replace(g, episodes=tuple(replace(e, logprobs=np.log(np.exp(e.logprobs) * 0.5)) for e in g.episodes)) for g in groups]
     _, outcome = step(shifted)
     metrics = outcome.metrics
     assert metrics["gate_drop_rate_positive"] > 0.3
