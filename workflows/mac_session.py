@@ -57,7 +57,6 @@ class MacSessionWorkflow:
         self._parts: list[EvalPart] = []
         self._grant: Grant | None = None
         self._fetch: Fetch | None = None
-        self._sweep: ActivityHandle[SweepResult] | None = None
         self._teller: asyncio.Task[None] | None = None
         self._shown: dict[str, str | int | float] = {}
 
@@ -172,9 +171,8 @@ class MacSessionWorkflow:
         given = self._given
         bounds = limits.sweep(given.heartbeat_seconds, given.sweep_timeout_seconds)
         queue = names.mac_queue(given.run, given.host)
-        handle = self._sweep = call(names.SWEEP, request, SweepResult, bounds, queue=queue)
+        handle = call(names.SWEEP, request, SweepResult, bounds, queue=queue)
         await workflow.wait_condition(lambda: handle.done() or self._state.state != "live")
-        self._sweep = None
         if not handle.done():
             handle.cancel()
             return None
@@ -225,10 +223,7 @@ class MacSessionWorkflow:
         self._teller = None
 
     async def _close(self) -> None:
-        if self._sweep is not None:
-            self._sweep.cancel()
-        if self._fetch is not None:
-            self._fetch.handle.cancel()
+        # What still runs learns from its next heartbeat that nobody waits for it.
         self._show()
         self._tell()
         await workflow.wait_condition(lambda: self._teller is None)
@@ -241,8 +236,7 @@ class MacSessionWorkflow:
 
     async def _continue(self) -> None:
         await workflow.wait_condition(lambda: workflow.all_handlers_finished() and self._teller is None)
-        if self._fetch is not None:
-            self._fetch.handle.cancel()  # asked again under the same number it is the same grant
+        # A grant on its way is let go: asked again under the same number it is the same.
         if not self._is_disturbed():
             workflow.continue_as_new(replace(self._given, next_sweep=self._state.sweep, totals=dump(self._state)))
 

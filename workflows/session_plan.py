@@ -82,8 +82,11 @@ def may_play(grant: Grant) -> bool:
 def on_wait(state: SessionProgress, grant: Grant, given: SessionInput, asked_at: float, now: float) -> SessionProgress:
     """The grant says wait: ask again, at once if it has waited itself, else after a growing while.
 
-    A run that has stayed stopped for as long as a lost Mac is waited for ends the session.
+    A run that has stayed stopped for as long as a lost Mac is waited for ends the session. A session that was started
+    anew, or reset, is told which sweep to go on with.
     """
+    if grant.newest_sweep > state.sweep:
+        return replace(state, sweep=grant.newest_sweep, hold_until=0.0)
     waited_itself = now - asked_at >= MAX_EMPTY_SECONDS / 2
     hold_seconds = 0.0 if waited_itself else min(MIN_EMPTY_SECONDS * 2.0**state.num_empty, MAX_EMPTY_SECONDS)
     stopped_since = (state.stopped_since or now) if grant.run_state == "stopped" else 0.0

@@ -189,6 +189,8 @@ class Grant:
     min_version: int = 0
     reason: str = ""
     run_state: RunState = "running"
+    newest_sweep: int = -1
+    """Set when `sweep` is long over: the sweep to go on with. A session that was started anew asks from 0."""
 
 
 @dataclass(frozen=True)
