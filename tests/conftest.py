@@ -19,11 +19,12 @@ def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["object"
 
 
 @pytest.fixture
-def store(bucket_server: object) -> object:
-    """A `Store` on an empty bucket of this test alone."""
+def store(bucket_server: object) -> Iterator["object"]:
+    """A `Store` on an empty bucket of this test alone, which is gone afterwards."""
     store = bucket_server.store(f"test-{secrets.token_hex(6)}")  # pyright: ignore[reportAttributeAccessIssue]
     store.ensure_bucket()
-    return store
+    yield store
+    store._client.delete_bucket(Bucket=store.settings.name)  # this server deletes what is in it too, and frees its volumes
 
 
 @pytest.fixture(scope="session")

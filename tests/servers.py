@@ -79,6 +79,7 @@ def bucket_server(folder: Path, *, ports: list[int] | None = None) -> Iterator[B
     command += [f"-s3.port={s3}", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"]
     command += [f"-admin.port={admin}", "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
     command += ["-master.telemetry=false", "-s3.autoCreateBucket=false"]
+    command += ["-volume.max=2000"]  # every bucket of every test takes several volumes
     secrets = {"AWS_ACCESS_KEY_ID": CREDENTIALS.key, "AWS_SECRET_ACCESS_KEY": CREDENTIALS.secret}
     with _process(command, folder / "weed.log", secrets) as process:
         server = BucketServer(f"http://127.0.0.1:{s3}", process.pid)
