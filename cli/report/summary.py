@@ -238,9 +238,9 @@ def idle_reason(record: RunRecord, trainer: float, mac: float) -> str:
     if trainer > 0.05:
         said.append(f"the trainer waited for groups {trainer:.0%} of its time: more Macs would help")
     if mac > 0.05:
-        heard = Counter(record.waits) or Counter(s.reason for s in record.sessions if s.reason)
-        named = f", mostly: {heard.most_common(1)[0][0]}" if heard else ""
-        said.append(f"Macs waited {mac:.0%} of their time between sweeps{named}")
+        heard = Counter(record.waits).most_common(1)
+        why = f"mostly: {heard[0][0]}" if heard else "for room within the staleness bound: the trainer set the pace"
+        said.append(f"Macs waited {mac:.0%} of their time between sweeps, {why}")
     return "; ".join(said)
 
 
