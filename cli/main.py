@@ -3,6 +3,7 @@
 Each command is one file under `cli/commands`, imported when it is called: `stoa --help` loads none of them.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -61,8 +62,9 @@ def main(tokens: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code."""
     signal.signal(signal.SIGTERM, _interrupt)
     code = run(sys.argv[1:] if tokens is None else tokens)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Temporal's runtime has threads that may still call into Python; an interpreter that is being taken down aborts then.
     os._exit(code)
 
