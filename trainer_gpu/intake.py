@@ -39,6 +39,8 @@ NOTE_AFTER_SECONDS = 1.0
 """A wait this long tells the admission ledger of dropped groups before the step's manifest can."""
 LATE_VERSIONS = 2
 """Versions below the staleness bound in which groups are still looked for, to be dropped with a reason."""
+NO_SIGNAL_SECONDS = 10.0
+"""A step that has looked at `max_refills` times the groups it needs still waits this long: usable ones may be on their way."""
 _WAIT_SECONDS = 0.25
 
 log = structlog.get_logger()
@@ -147,6 +149,7 @@ class Intake:
         Raises what the thread failed with, if it did.
         """
         started = time.monotonic()
+        no_signal = False
         while True:
             if self._filling is not None and self._filling.done():
                 self._filling.result()
@@ -156,8 +159,9 @@ class Intake:
                 if choice.status == "ready":
                     return self._taken(groups, choice.taken, waited)
                 num_waiting = self._buffer.num_waiting
-                if choice.status == "no_signal":
-                    return Starved("almost all groups have equal rewards: there is nothing left to learn from them", waited)
+                no_signal = no_signal or choice.status == "no_signal"
+                if no_signal and waited > min(NO_SIGNAL_SECONDS, self._learning.starved_seconds / 2):
+                    return Starved("almost all groups have equal rewards: there is little left to learn from them", waited)
                 if progress.cancelled or progress.stopping:
                     return Starved("asked to end", waited, stopping=True)
                 if waited > self._learning.starved_seconds:

@@ -148,10 +148,13 @@ def test_fault_of_the_thread_reaches_the_step(store: Store, intake: Intake) -> N
     from stoa.contracts.errors import SetupMissingError
 
     store._client.delete_bucket(Bucket=store.settings.name)
-    with pytest.raises(SetupMissingError):
-        for _ in range(50):
-            intake.take(5, Reports(stopping=True))
-            time.sleep(0.1)
+    try:
+        with pytest.raises(SetupMissingError):
+            for _ in range(50):
+                intake.take(5, Reports(stopping=True))
+                time.sleep(0.1)
+    finally:
+        store.ensure_bucket()
 
 
 def test_numbers_of_a_group_arrive_unchanged(store: Store, intake: Intake) -> None:
