@@ -54,6 +54,8 @@ from trainer_gpu.step import StepOutcome, optimizer_step
 from trainer_gpu.versions import KnownVersions
 
 MAX_ATTEMPTS = 999
+TAKE_AFTER_SECONDS = 0.5
+"""How long an acquisition waits for word that it is no longer wanted, before it fences the present holder."""
 
 log = structlog.get_logger()
 
@@ -186,6 +188,10 @@ class TrainerEngine:
         key = before.checkpoint_key if before else ""
         document = read_document(handle.store, key, self._identity(policy), handle.signer.public_key) if key else None
         facts = document.facts if document else Facts(0, 0, -1, "", ())
+        # A task handed to a frozen process may long be another's: the answer to its first heartbeat tells.
+        deadline = time.monotonic() + TAKE_AFTER_SECONDS
+        while not progress.cancelled and time.monotonic() < deadline:
+            time.sleep(0.05)
         if progress.cancelled:
             raise ServiceUnavailableError("asked to give up before the run was taken")
         token = next_token(request.lease_number, attempt, before.epoch if before else 0)

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -161,6 +162,8 @@ class _Worker:
             await asyncio.to_thread(engine.close)
 
     def _make_engine(self, handle: RunHandle, on_lease: Callable[[Acquired | None], None]) -> "TrainerEngine":
+        # It says at length that optional accelerations are not installed.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         from trainer_gpu.engine import TrainerEngine  # noqa: PLC0415 - torch is loaded once there is a run to train
 
         engine = TrainerEngine(handle, on_lease=on_lease)

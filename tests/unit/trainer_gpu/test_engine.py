@@ -8,7 +8,7 @@ import torch
 from stoa.bucket import keys
 from stoa.bucket.steps import lineage, read_step
 from stoa.bucket.store import Store
-from stoa.contracts.errors import FencedError, LostStateError, UsageError
+from stoa.contracts.errors import FencedError, LostStateError, ServiceUnavailableError, UsageError
 from stoa.contracts.messages import AcquireRequest, CheckpointRequest, PublishRequest, StepRequest
 from tests.unit.trainer_gpu.runs import Reports, config_of, head_of, ship_sweep, start_run
 from trainer_gpu.engine import TrainerEngine, next_token
@@ -106,6 +106,38 @@ def test_starved_step_says_why_and_reports_while_it_waits(store: Store) -> None:
     progress.stopping = True
     assert engine.train_step(StepRequest("test", token, 1), progress).status == "stopped"
     engine.close()
+
+
+@pytest.mark.loop
+def test_cancelled_acquisition_does_not_fence_the_holder(handle: RunHandle, engines: list[TrainerEngine]) -> None:
+    """What a trainer that was frozen does with a task that meanwhile went to another."""
+    holder, frozen = engines
+    holder.acquire(AcquireRequest("test", 1), 2, Reports())
+    with pytest.raises(ServiceUnavailableError):
+        frozen.acquire(AcquireRequest("test", 1), 1, Reports(cancelled=True))
+    assert head_of(handle).epoch == 1002
+
+
+@pytest.mark.loop
+def test_other_run_and_unheld_lease_are_refused(handle: RunHandle, engines: list[TrainerEngine]) -> None:
+    with pytest.raises(UsageError):
+        engines[0].acquire(AcquireRequest("other", 1), 1, Reports())
+    with pytest.raises(LostStateError):
+        engines[0].train_step(StepRequest("test", 1001, 1), Reports())
+
+
+@pytest.mark.loop
+def test_lease_is_announced_and_its_loss_too(handle: RunHandle) -> None:
+    told: list[int | None] = []
+    engine = TrainerEngine(handle, on_lease=lambda lease: told.append(lease.token if lease else None))
+    other = TrainerEngine(handle)
+    engine.acquire(AcquireRequest("test", 1), 1, Reports())
+    other.acquire(AcquireRequest("test", 2), 1, Reports())
+    with pytest.raises(FencedError):
+        engine.checkpoint(CheckpointRequest("test", 1001, 0), Reports())
+    assert told == [1001, None]
+    engine.close()
+    other.close()
 
 
 @pytest.mark.parametrize(
