@@ -59,8 +59,9 @@ class OversizedMessageError(MessageTooLargeError, ApplicationError):
     """`MessageTooLargeError` in a form that fails an activity or workflow at once instead of being retried for ever."""
 
     def __init__(self, message: str, *, hint: str) -> None:
-        MessageTooLargeError.__init__(self, message, hint=hint)
+        # Only this base's constructor: it keeps the message under the name the other one would set.
         ApplicationError.__init__(self, message, hint, type=MessageTooLargeError.__name__, non_retryable=True)
+        self.hint = hint
 
 
 class BoundedPayloadConverter(DefaultPayloadConverter):

@@ -82,9 +82,7 @@ async def reset_to_middle(client: Client, workflow_id: str) -> None:
     assert description.run_id is not None
     pinned = client.get_workflow_handle(workflow_id, run_id=description.run_id)
     done = [
-        event.event_id
-        async for event in pinned.fetch_history_events()
-        if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED
+        event.event_id async for event in pinned.fetch_history_events() if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED
     ]
     request = ResetWorkflowExecutionRequest(
         namespace=client.namespace,
@@ -114,12 +112,8 @@ async def test_run_outlives_its_parts_and_no_group_counts_twice(client: Client, 
     for role, name in (("control", "control"), ("trainer", "box-1"), ("mac", "mac-1"), ("mac", "mac-2")):
         processes.start(role, name)
     plan = EvaluationPlan(every_versions=5, num_questions=6, num_questions_final=12, questions_a_part=4, part_timeout_seconds=10)
-    given = RunInput(
-        run, StopConditions(), plan, steps_per_version=2, heartbeat_seconds=HEARTBEAT_SECONDS, continue_after_events=150
-    )
-    handle: Handle = await client.start_workflow(
-        RunWorkflow.run, given, id=names.run_workflow_id(run), task_queue=names.control_queue(run)
-    )
+    given = RunInput(run, StopConditions(), plan, steps_per_version=2, heartbeat_seconds=HEARTBEAT_SECONDS, continue_after_events=150)
+    handle: Handle = await client.start_workflow(RunWorkflow.run, given, id=names.run_workflow_id(run), task_queue=names.control_queue(run))
     first_run_id = handle.first_execution_run_id
     handle = client.get_workflow_handle_for(RunWorkflow.run, handle.id)
     await until(handle, lambda status: status.step >= 4 and status.num_macs == 2)

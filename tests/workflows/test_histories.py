@@ -36,5 +36,5 @@ async def test_recorded_history_replays(path: Path) -> None:
 async def test_changed_order_of_commands_is_noticed() -> None:
     history = read(next(path for path in HISTORIES if path.stem == "run_first"))
     text = history.to_json().replace("acquire_trainer", "acquire_other")
-    with pytest.raises(Exception, match="TMPRL1100|[Nn]ondetermini"):
+    with pytest.raises(Exception, match="TMPRL1100"):
         await replayer().replay_workflow(WorkflowHistory.from_json(history.workflow_id, text))

@@ -1,0 +1,72 @@
+"""Dealing the parts of an evaluation."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoa.contracts.messages import EvalPartDone
+from workflows.parts import Deal, Handed, expire, hand, next_handings, on_answer
+
+
+def good(part: int, host: str) -> EvalPartDone:
+    return EvalPartDone(part, host, ok=True, keys=(f"{part}-{host}",))
+
+
+def bad(part: int, host: str) -> EvalPartDone:
+    return EvalPartDone(part, host, ok=False, reason="disk full")
+
+
+def test_each_idle_host_gets_one_part_in_order() -> None:
+    deal = Deal(3)
+    first = next_handings(deal, ("b", "a"), 0.0)
+    assert first == (Handed(0, "a", 0.0), Handed(1, "b", 0.0))
+    deal = hand(deal, first)
+    assert next_handings(deal, ("a", "b"), 1.0) == ()
+    deal = on_answer(deal, good(1, "b"), 2.0)
+    assert next_handings(deal, ("a", "b"), 2.0) == (Handed(2, "b", 2.0),)
+
+
+def test_failed_part_goes_to_another_host_at_once_and_the_failing_one_rests() -> None:
+    deal = hand(Deal(1), (Handed(0, "a", 0.0),))
+    deal = on_answer(deal, bad(0, "a"), 1.0)
+    assert next_handings(deal, ("a", "b"), 1.0) == (Handed(0, "b", 1.0),)
+    assert next_handings(deal, ("a",), 1.0) == ()
+    assert next_handings(deal, ("a",), 6.0) == (Handed(0, "a", 6.0),)  # 5 s later, when nobody else can
+
+
+def test_silent_host_loses_its_part_and_a_late_answer_counts_once() -> None:
+    deal = expire(hand(Deal(1), (Handed(0, "a", 0.0),)), 60.0, 59.0)
+    assert deal.open_parts() == ()
+    deal = expire(deal, 60.0, 60.0)
+    assert deal.open_parts() == (0,)
+    deal = hand(deal, next_handings(deal, ("a", "b"), 60.0))
+    deal = on_answer(deal, good(0, "a"), 61.0)
+    deal = on_answer(deal, good(0, "b"), 62.0)
+    assert deal.is_done
+    assert deal.keys == ("0-a",)
+
+
+def test_answer_to_a_part_nobody_asked_for_is_ignored() -> None:
+    deal = hand(Deal(2), (Handed(0, "a", 0.0),))
+    assert on_answer(deal, good(7, "a"), 1.0) == deal
+    assert on_answer(deal, bad(0, "z"), 1.0) == deal
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abc"), st.booleans(), st.integers(0, 40)), max_size=60))
+def test_every_part_is_counted_exactly_once_whatever_is_answered(answers: list[tuple[int, str, bool, int]]) -> None:
+    deal, now = Deal(5), 0.0
+    for part, host, ok, seconds in answers:
+        now += seconds
+        deal = expire(deal, 60.0, now)
+        deal = hand(deal, next_handings(deal, ("a", "b", "c"), now))
+        playing = [(one.part, one.host) for one in deal.handed]
+        assert len({host for _, host in playing}) == len(playing) == len({part for part, _ in playing})
+        deal = on_answer(deal, good(part, host) if ok else bad(part, host), now)
+        assert len({one.part for one in deal.done}) == len(deal.done)
+        assert not {one.part for one in deal.done} & {one.part for one in deal.handed}
+    for _ in range(100):
+        now += 61.0
+        deal = hand(expire(deal, 60.0, now), next_handings(expire(deal, 60.0, now), ("a",), now))
+        for one in deal.handed:
+            deal = on_answer(deal, good(one.part, one.host), now)
+    assert deal.is_done
+    assert [key.split("-")[0] for key in deal.keys] == ["0", "1", "2", "3", "4"]

@@ -1,0 +1,238 @@
+"""Plan and apply of a run, driven by a simulated world that fails at random: invariants over whole runs."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoa.contracts.messages import (
+    Acquired,
+    Checkpointed,
+    EvaluationPlan,
+    EvaluationResult,
+    FleetEvent,
+    HeadStateResult,
+    MacList,
+    Published,
+    Released,
+    RunInput,
+    StepResult,
+    StopConditions,
+)
+from workflows import plan
+from workflows.apply import Asked, DeskFailed, EvaluationLost, EvaluationOpened, Event, TrainerFailed, VersionPublished, apply
+from workflows.state import RunProgress, dump, first_run_progress
+
+RULES = RunInput(
+    "demo",
+    StopConditions(max_steps=12),
+    EvaluationPlan(every_versions=2, num_questions=8, num_questions_final=16, timeout_seconds=50),
+    steps_per_version=4,
+    anchor_every_versions=2,
+    checkpoint_every_versions=2,
+    heartbeat_seconds=5,
+)
+
+
+class Simulation:
+    """A world in which every command either works or fails, as `fates` say; time passes with each turn."""
+
+    def __init__(self, rules: RunInput, fates: list[int]) -> None:
+        self.rules, self.fates, self.now = rules, fates, 1000.0
+        self.state = first_run_progress(rules, self.now)
+        self.commands: list[object] = []
+        self.head = {"epoch": 0, "version": -1, "step": 0, "state": "running"}
+        self.memory = 0  # step of the trainer that holds the lease
+        self.published: list[tuple[int, int]] = []
+        self.open: list[str] = []
+
+    def fate(self) -> int:
+        return self.fates.pop(0) if self.fates else 0
+
+    def take(self, event: Event) -> None:
+        self.state = apply(event, self.state, self.rules, self.now)
+        text = dump(self.state)
+        assert len(text) < 256 * 1024
+        assert first_run_progress(replace(self.rules, carried=text), 0.0) == self.state
+
+    def run(self, max_turns: int = 400) -> RunProgress:
+        for _ in range(max_turns):
+            for lost in plan.expired(self.state, self.rules, self.now):
+                self.take(EvaluationLost(lost, "late"))
+            trainer = plan.next_for_trainer(self.state, self.rules, self.now)
+            desk = plan.next_for_desk(self.state, self.rules, self.now, trainer_idle=trainer is None)
+            if trainer is None and desk is None and plan.is_finished(self.state, self.rules, self.now):
+                return self.state
+            for command in (trainer, desk):
+                if command is not None:
+                    self.commands.append(command)
+                    self.take(self.do(command))
+            if self.open and self.fate() % 2 == 0:
+                name, version = self.open.pop(0).split("@")
+                self.take(EvaluationResult("demo", name, int(version), 16, 0.5, (0.4, 0.6), 0.5))
+            if self.state.paused:
+                self.take(Asked("resume", ""))
+            self.now += 1.0 if trainer or desk else 10.0
+        raise AssertionError(f"no end: {self.state}")
+
+    def do(self, command: object) -> Event:
+        failed = TrainerFailed(type(command).__name__, "timeout", "heartbeat", hopeless=False)
+        fate = self.fate()
+        match command:
+            case plan.Acquire():
+                if fate == 3:
+                    return failed
+                token = max(command.lease_number, self.head["epoch"] // 1000 + 1) * 1000 + 1
+                assert token > self.head["epoch"]
+                self.head |= {"epoch": token, "version": self.head["version"] + 1}
+                self.memory = self.head["step"]
+                self.published.append((self.head["version"], self.memory))
+                return Acquired(token, "box", f"gpu-demo-e{token}", self.memory, self.head["version"], self.head["state"])
+            case plan.Train():
+                assert command.step == self.memory + 1
+                if fate == 3:
+                    return failed
+                if fate == 2:
+                    return StepResult("starved", command.step, reason="no groups", wait_seconds=300)
+                self.memory += 1
+                return StepResult("done", command.step, reward_mean=0.5)
+            case plan.PublishVersion():
+                assert command.step == self.memory
+                if fate == 3:
+                    return failed
+                self.head["version"] += 1
+                self.head["step"] = command.step if command.checkpoint else self.head["step"]
+                self.published.append((self.head["version"], command.step))
+                return VersionPublished(Published(self.head["version"], command.step, "m"), command.checkpoint)
+            case plan.SaveCheckpoint():
+                self.head["step"] = command.step
+                return Checkpointed(command.step, "c")
+            case plan.SetHead():
+                if fate == 3:
+                    return DeskFailed("SetHead", "no bucket")
+                self.head["state"] = command.state
+                return HeadStateResult(command.state, self.head["version"], self.memory, self.head["epoch"])
+            case plan.FindMacs():
+                return MacList(("mac-1",))
+            case plan.OpenEvaluation():
+                self.open.append(f"{command.evaluation.name}@{command.evaluation.version}")
+                return EvaluationOpened(command.evaluation)
+            case plan.Release():
+                return Released(1)
+        raise AssertionError(command)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=150))
+def test_run_ends_whatever_fails_and_its_chain_of_versions_has_no_hole(fates: list[int]) -> None:
+    world = Simulation(RULES, fates)
+    state = world.run()
+    assert state.step == 12
+    assert state.published_step == 12
+    assert [version for version, _ in world.published] == list(range(len(world.published)))
+    assert state.version == world.published[-1][0]
+    assert state.released
+    if not any(isinstance(command, plan.SetHead) and command.state == "stopped" for command in world.commands):
+        raise AssertionError("HEAD was never told to stop")
+    asked = [command.evaluation.name for command in world.commands if isinstance(command, plan.OpenEvaluation)]
+    assert len(asked) == len(set(asked))
+    assert sum(name.endswith("-first") for name in asked) == 1
+    assert sum(name.endswith("-last") for name in asked) == 1
+    assert not state.opened
+    assert not state.wanted
+
+
+def test_without_failures_every_step_is_done_once_and_published_by_cadence() -> None:
+    world = Simulation(RULES, [])
+    world.run()
+    assert [command.step for command in world.commands if isinstance(command, plan.Train)] == list(range(1, 13))
+    published = [command for command in world.commands if isinstance(command, plan.PublishVersion)]
+    # versions 1, 2, 3: 2 is the turn of the anchor and the checkpoint; the last version is always saved
+    assert [(one.step, one.anchor, one.checkpoint) for one in published] == [(4, False, False), (8, True, True), (12, False, True)]
+
+
+def at(step: int, **changes: object) -> RunProgress:
+    base = RunProgress(0.0, lease_number=1, token=1001, owner="box", queue="q", step=step, version=3, published_step=8, fleet_known=True)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_lost_lease_falls_back_to_what_head_names() -> None:
+    failed = TrainerFailed("Train", "LostStateError", "memory is gone", hopeless=True)
+    after = apply(failed, at(11), RULES, 100.0)
+    assert (after.token, after.step, after.paused) == (0, 8, False)
+    assert plan.next_for_trainer(after, RULES, 100.0) == plan.Acquire(2)
+
+
+def test_five_failures_in_a_row_pause_and_a_step_forgives_them() -> None:
+    failed = TrainerFailed("Train", "timeout", "heartbeat", hopeless=False)
+    state = at(8)
+    for num in range(1, 5):
+        state = apply(failed, state, RULES, 100.0)
+        assert (state.num_failures, state.paused) == (num, False)
+    assert apply(StepResult("done", 9), state, RULES, 100.0).num_failures == 0
+    assert apply(failed, state, RULES, 100.0).paused
+
+
+def test_waits_between_failures_grow_to_a_minute() -> None:
+    state, waits = at(8), []
+    for _ in range(9):
+        state = replace(apply(TrainerFailed("Acquire", "timeout", "x", hopeless=False), state, RULES, 0.0), paused=False)
+        waits.append(state.trainer_hold_until)
+    assert waits == [0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+
+
+def test_stop_asked_twice_goes_without_the_last_evaluation() -> None:
+    once = apply(Asked("stop", "enough"), at(8, checkpoint_step=8), RULES, 5.0)
+    assert plan.last_evaluation(once, RULES, 5.0) is not None
+    twice = apply(Asked("stop", "now"), once, RULES, 6.0)
+    assert plan.last_evaluation(twice, RULES, 6.0) is None
+    assert plan.wanted_head(twice, RULES, 6.0) == "stopped"
+
+
+def test_wall_clock_interrupts_a_waiting_step_but_never_a_publish() -> None:
+    rules = replace(RULES, stop=StopConditions(max_seconds=60))
+    assert plan.next_deadline(at(8), rules, 10.0) == 60.0
+    assert not plan.interrupts(plan.Train(9), at(8), rules, 59.9)
+    assert plan.interrupts(plan.Train(9), at(8), rules, 60.0)
+    assert not plan.interrupts(plan.PublishVersion(8, False, False), at(8), rules, 60.0)
+
+
+def test_pause_reaches_head_while_a_step_runs() -> None:
+    paused = apply(Asked("pause", "lunch"), at(9), RULES, 1.0)
+    assert plan.next_for_desk(paused, RULES, 1.0, trainer_idle=False) == plan.SetHead("paused", "demo-1-0-paused")
+    assert plan.next_for_trainer(paused, RULES, 1.0) is None
+
+
+def test_ending_run_whose_macs_are_all_gone_does_not_wait_for_its_evaluation() -> None:
+    state = apply(FleetEvent("demo", "mac-1", "s", "joined"), at(12, published_step=12, checkpoint_step=12), RULES, 0.0)
+    last = plan.last_evaluation(state, RULES, 0.0)
+    assert last is not None
+    state = apply(EvaluationOpened(last), state, RULES, 10.0)
+    assert plan.expired(state, RULES, 50.0) == ()
+    gone = apply(FleetEvent("demo", "mac-1", "s", "left"), state, replace(RULES, evaluation=replace(RULES.evaluation)), 20.0)
+    rules = replace(RULES, evaluation=replace(RULES.evaluation, timeout_seconds=10_000))
+    assert plan.expired(gone, rules, 79.0) == ()
+    assert [one.name for one in plan.expired(gone, rules, 80.0)] == [last.name]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (plan.Acquire(2), "waiting for a trainer on queue gpu-demo since 40 s"),
+        (plan.Train(9), "step 9: box trains or waits for groups of version >= 0 since 40 s"),
+        (plan.PublishVersion(8, False, False), "waiting for box to publish version 4 since 40 s"),
+    ],
+)
+def test_status_says_in_one_sentence_what_is_waited_for(command: plan.TrainerCommand, words: str) -> None:
+    status = plan.status_of(at(8), RULES, 140.0, command=command, since=100.0)
+    assert status.waiting_for == words
+
+
+def test_carried_state_of_a_large_fleet_stays_under_its_limit() -> None:
+    state = at(8)
+    for index in range(2100):
+        joined = FleetEvent("demo", f"mac-of-a-person-with-a-long-name-{index:05d}", "s", "joined", 9, place="x" * 80)
+        state = apply(joined, state, RULES, 0.0)
+    assert len(state.members) == 2000
+    assert len(dump(state)) < 256 * 1024

@@ -1,0 +1,144 @@
+"""What a session makes of hellos, goodbyes, results and failures."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoa.contracts.messages import Goodbye, Grant, Hello, SessionInput, SweepResult
+from workflows import session_plan as plan
+from workflows.state import SessionProgress, dump, first_session_progress
+
+GIVEN = SessionInput("demo", "mac-1", away_expiry_seconds=100)
+
+
+def live(**changes: object) -> SessionProgress:
+    state = plan.on_hello(SessionProgress(), Hello("mac-1", "one"), 10.0)
+    return replace(state, **changes)  # type: ignore[arg-type]
+
+
+def test_hello_makes_live_and_again_changes_nothing_but_the_time() -> None:
+    state = live()
+    assert (state.state, state.nonce) == ("live", "one")
+    assert plan.on_hello(state, Hello("mac-1", "one"), 20.0) == replace(state, seen_at=20.0)
+
+
+def test_another_worker_waits_while_the_first_is_live_and_takes_over_when_it_is_lost() -> None:
+    state = plan.on_hello(live(), Hello("mac-1", "two"), 20.0)
+    assert (state.nonce, state.candidate) == ("one", "two")
+    lost = plan.on_failure(state, "timeout", "heartbeat", 26.0)
+    assert (lost.state, lost.nonce, lost.candidate) == ("live", "two", "")
+    assert lost.sweep == state.sweep
+
+
+def test_another_worker_takes_over_after_goodbye_and_its_own_goodbye_withdraws_it() -> None:
+    state = plan.on_hello(live(), Hello("mac-1", "two"), 20.0)
+    assert plan.on_goodbye(state, Goodbye("mac-1", "one"), 21.0).nonce == "two"
+    withdrawn = plan.on_goodbye(state, Goodbye("mac-1", "two"), 21.0)
+    assert (withdrawn.state, withdrawn.nonce, withdrawn.candidate) == ("live", "one", "")
+
+
+def test_waiting_worker_takes_over_from_a_silent_one_after_a_heartbeat_timeout() -> None:
+    state = plan.on_hello(live(), Hello("mac-1", "two"), 20.0)
+    repeated = plan.on_hello(state, Hello("mac-1", "two"), 25.0)
+    assert plan.take_over_if_due(repeated, 30.0, 49.9).nonce == "one"
+    assert plan.take_over_if_due(repeated, 30.0, 50.0).nonce == "two"
+    alive = plan.on_hello(repeated, Hello("mac-1", "one"), 45.0)
+    assert plan.take_over_if_due(alive, 30.0, 50.0).nonce == "one"
+
+
+def test_away_mac_comes_back_under_any_nonce_with_the_same_sweep() -> None:
+    away = plan.on_failure(live(sweep=7), "timeout", "schedule_to_start", 20.0)
+    assert (away.state, away.reason) == ("away", "lost: schedule_to_start timeout")
+    back = plan.on_hello(away, Hello("mac-1", "two"), 30.0)
+    assert (back.state, back.nonce, back.sweep) == ("live", "two", 7)
+
+
+def test_failures_wait_twice_as_long_each_time_up_to_five_minutes() -> None:
+    state, waits = live(), []
+    for _ in range(11):
+        state = plan.on_failure(state, "FormatError", "torn", 0.0)
+        waits.append(state.hold_until)
+    assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+    assert state.state == "live"
+    assert state.totals.num_redone == 11
+    assert plan.on_result(state, SweepResult("done", 0, num_groups=8), 0.0).num_failures == 0
+
+
+def test_slow_sweep_is_redone_without_sending_the_mac_away() -> None:
+    assert plan.on_failure(live(), "timeout", "start_to_close", 0.0).state == "live"
+
+
+def test_only_a_finished_training_sweep_moves_the_number() -> None:
+    for status, purpose, sweep in (
+        ("done", "train", 4),
+        ("partial", "train", 4),
+        ("paused", "train", 3),
+        ("stopped", "train", 3),
+        ("draining", "train", 3),
+        ("done", "eval", 3),
+    ):
+        result = SweepResult(status, 3, purpose, version=9)  # type: ignore[arg-type]
+        assert plan.on_result(live(sweep=3), result, 0.0).sweep == sweep, (status, purpose)
+
+
+def test_grant_that_waited_itself_is_asked_again_at_once_and_a_quick_one_after_a_growing_while() -> None:
+    empty = Grant("demo", "mac-1", 0, (), reason="no room")
+    assert plan.on_wait(live(), empty, GIVEN, asked_at=10.0, now=20.0).hold_until == 20.0
+    state, waits = live(), []
+    for _ in range(7):
+        state = plan.on_wait(state, empty, GIVEN, asked_at=100.0, now=100.0)
+        waits.append(state.hold_until - 100.0)
+    assert waits == [0.5, 1, 2, 4, 8, 10, 10]
+    assert state.reason == "no room"
+
+
+def test_run_that_stays_stopped_ends_the_session_and_one_that_is_resumed_does_not() -> None:
+    stopped = Grant("demo", "mac-1", 0, (), run_state="stopped")
+    state = plan.on_wait(live(), stopped, GIVEN, 10.0, 10.0)
+    assert state.state == "live"
+    resumed = plan.on_wait(state, Grant("demo", "mac-1", 0, (), reason="no room"), GIVEN, 60.0, 60.0)
+    assert plan.on_wait(resumed, stopped, GIVEN, 115.0, 115.0).state == "live"
+    assert plan.on_wait(state, stopped, GIVEN, 110.0, 110.0).state == "ended"
+
+
+def test_grant_of_a_draining_run_is_not_played() -> None:
+    assert plan.may_play(Grant("demo", "mac-1", 0, ("q",)))
+    assert not plan.may_play(Grant("demo", "mac-1", 0, ("q",), run_state="draining"))
+    assert not plan.may_play(Grant("demo", "mac-1", 0, ()))
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.sampled_from(["one", "two", "three"]).map(lambda nonce: Hello("mac-1", nonce)),
+        st.sampled_from(["one", "two", "three"]).map(lambda nonce: Goodbye("mac-1", nonce)),
+        st.sampled_from(["done", "partial", "draining", "paused"]).map(lambda status: SweepResult(status, 0)),  # type: ignore[arg-type]
+        st.sampled_from(["heartbeat", "schedule_to_start", "start_to_close"]),
+    ),
+    max_size=40,
+)
+
+
+@given(EVENTS)
+def test_any_order_of_events_keeps_one_live_worker_and_never_loses_a_sweep_number(events: list[object]) -> None:
+    state, now = SessionProgress(), 0.0
+    for event in events:
+        now += 1.0
+        before = state
+        match event:
+            case Hello():
+                state = plan.on_hello(state, event, now)
+                assert state.state == "live"
+            case Goodbye():
+                state = plan.on_goodbye(state, event, now)
+            case SweepResult() if state.state == "live":
+                state = plan.on_result(state, event, now)
+            case str() if state.state == "live":
+                state = plan.on_failure(state, "timeout", event, now)
+            case _:
+                pass
+        assert state.sweep - before.sweep in (0, 1)
+        assert state.candidate == "" or state.candidate != state.nonce
+        assert (state.state == "live") <= bool(state.nonce)
+        carried = replace(GIVEN, totals=dump(state))
+        assert first_session_progress(carried) == state
