@@ -104,6 +104,8 @@ def _fault(detail: ErrorDetails, model: type[BaseModel], origin: Origin, lines: 
     if detail["type"] == "extra_forbidden":
         return Fault(where, f"{key} is not a setting", f"did you mean {nearest_name(key, model)}?")
     said = detail["msg"]
+    if detail["type"] == "order":
+        return Fault(where, f"{key}: {said}", "")
     said = said[:1].lower() + said[1:]
     return Fault(where, f"{key} = {detail['input']!r}: {said}", _allowed(detail))
 

@@ -4,39 +4,87 @@ Every number with a default lives here and was run with that default. Reading TO
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+
+def _url(text: str) -> str:
+    """`text` if it is the URL of a server."""
+    try:
+        parts = urlsplit(text)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and " " not in text
+    except ValueError:
+        fits = False
+    if not fits:
+        raise PydanticCustomError("url", "should be a URL like http://127.0.0.1:8333")
+    return text
+
+
+def _address(text: str) -> str:
+    """`text` if it is host:port."""
+    try:
+        parts = urlsplit(f"//{text}")
+        fits = bool(parts.hostname) and bool(parts.port) and parts.netloc == text and " " not in text
+    except ValueError:
+        fits = False
+    if not fits:
+        raise PydanticCustomError("address", "should be a host and a port like 127.0.0.1:7233")
+    return text
+
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,47}$")]
+BucketName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")]
+Namespace = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
+Url = Annotated[str, AfterValidator(_url)]
+Address = Annotated[str, AfterValidator(_address)]
 Scalar = str | int | float | bool
+DAY_SECONDS = 86_400.0
+MAX_COUNT = 99_999_999
+"""Largest version or step: their numbers have eight digits in keys."""
+
+
+_Section = TypeVar("_Section", bound="Section")
 
 
 class Section(BaseModel):
     """A frozen table of settings that refuses unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # JSON, in which run.json is kept, has neither infinity nor NaN.
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def _not_above(section: _Section, lower: str, upper: str) -> _Section:
+    """`section`, if its setting `lower` is not above its setting `upper`."""
+    low, high = getattr(section, lower), getattr(section, upper)
+    if low > high:
+        raise PydanticCustomError(
+            "order", "{lower} = {low} is above {upper} = {high}", {"lower": lower, "low": low, "upper": upper, "high": high}
+        )
+    return section
 
 
 class Temporal(Section):
     """Where the control plane is."""
 
-    address: str = "127.0.0.1:7233"
+    address: Address = "127.0.0.1:7233"
     """Host and port of the Temporal frontend."""
-    namespace_core: str = "default"
+    namespace_core: Namespace = "default"
     """Namespace of the run and the trainer."""
-    namespace_mac: str = "default"
+    namespace_mac: Namespace = "default"
     """Namespace of Mac sessions and evaluations; may be the same one."""
 
 
 class Bucket(Section):
     """Where the bytes are. Keys and secrets come from the environment only."""
 
-    endpoint: str = "http://127.0.0.1:8333"
+    endpoint: Url = "http://127.0.0.1:8333"
     """URL of the S3 endpoint."""
-    name: Annotated[str, Field(min_length=3, max_length=63)] = "stoa"
+    name: BucketName = "stoa"
     """Name of the bucket."""
-    region: str = "auto"
+    region: Annotated[str, Field(min_length=1)] = "auto"
     """Region of the bucket; R2's is auto."""
     head_interval_seconds: Annotated[float, Field(ge=0.0, le=60.0)] = 1.0
     """Least time between two writes of HEAD: R2 allows one a second."""
@@ -63,6 +111,10 @@ class Rollout(Section):
     record_routing: bool = False
     """Record the experts chosen for every token."""
 
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        return _not_above(self, "min_group_size", "group_size")
+
 
 class Gate(Section):
     """The DPPO rule that drops a token."""
@@ -82,7 +134,7 @@ class Learning(Section):
 
     learning_rate: Annotated[float, Field(ge=0.0)] = 1e-4
     """Adam's learning rate."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Steps over which the learning rate rises from 0."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Adam's beta 1."""
@@ -94,31 +146,35 @@ class Learning(Section):
     """AdamW's weight decay."""
     grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest norm of a step's gradient."""
-    groups_per_step: Annotated[int, Field(ge=1)] = 8
+    groups_per_step: Annotated[int, Field(ge=1, le=4096)] = 8
     """Usable groups an optimizer step trains on."""
-    steps_per_version: Annotated[int, Field(ge=1)] = 4
+    steps_per_version: Annotated[int, Field(ge=1, le=4096)] = 4
     """Optimizer steps between two published versions."""
     normalise_advantage: bool = False
     """Divide advantages by the group's standard deviation."""
-    tokens_per_sequence: Annotated[int, Field(ge=1)] = 12
+    tokens_per_sequence: Annotated[int, Field(ge=1, le=1_048_576)] = 12
     """Planned sampled tokens of a sequence: the fixed denominator of the loss is sequences x this."""
-    micro_batch_tokens: Annotated[int, Field(ge=64)] = 8192
+    micro_batch_tokens: Annotated[int, Field(ge=64, le=16_777_216)] = 8192
     """Token budget of one forward and backward pass."""
-    max_staleness: Annotated[int, Field(ge=0)] = 3
+    max_staleness: Annotated[int, Field(ge=0, le=1000)] = 3
     """Versions of lag that admission plans for."""
-    max_staleness_hard: Annotated[int, Field(ge=0)] = 8
+    max_staleness_hard: Annotated[int, Field(ge=0, le=1000)] = 8
     """Versions of lag beyond which a group is dropped."""
-    max_refills: Annotated[float, Field(ge=1.0)] = 4.0
+    max_refills: Annotated[float, Field(ge=1.0, le=1000.0)] = 4.0
     """Groups a step may look at, as a multiple of groups_per_step, before it counts as starved of signal."""
-    starved_seconds: Annotated[float, Field(gt=0.0)] = 300.0
+    starved_seconds: Annotated[float, Field(gt=0.0, le=DAY_SECONDS)] = 300.0
     """Longest wait of one step for groups."""
-    intake_poll_seconds: Annotated[float, Field(gt=0.0)] = 0.3
+    intake_poll_seconds: Annotated[float, Field(gt=0.0, le=60.0)] = 0.3
     """How often the trainer looks for new groups while it waits."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the forward pass; masters are float32."""
-    num_threads: Annotated[int, Field(ge=0)] = 1
+    num_threads: Annotated[int, Field(ge=0, le=1024)] = 1
     """Threads of the trainer on a CPU host; 0 leaves it to torch."""
     gate: Gate = Field(default_factory=Gate)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        return _not_above(self, "max_staleness", "max_staleness_hard")
 
 
 class Alarm(Section):
@@ -146,24 +202,24 @@ class Publish(Section):
 
     hysteresis: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.02
     """Dead band, in code steps, around half a step before a code moves."""
-    anchor_every_versions: Annotated[int, Field(ge=1)] = 20
+    anchor_every_versions: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 20
     """Full weights every this many versions."""
-    checkpoint_every_versions: Annotated[int, Field(ge=1)] = 1
+    checkpoint_every_versions: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
     """Trainer state every this many versions."""
-    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    keep_checkpoints: Annotated[int, Field(ge=2, le=1000)] = 2
     """Checkpoints kept in the bucket."""
-    anchor_part_bytes: Annotated[int, Field(ge=65536)] = 134_217_728
+    anchor_part_bytes: Annotated[int, Field(ge=65536, le=5_368_709_120)] = 134_217_728
     """Size at which an anchor starts another part."""
 
 
 class Evaluation(Section):
     """Held-out examination."""
 
-    every_versions: Annotated[int, Field(ge=0)] = 4
+    every_versions: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 4
     """Versions between two evaluations; 0 for only first and last."""
-    num_questions: Annotated[int, Field(ge=1)] = 128
+    num_questions: Annotated[int, Field(ge=1, le=1_000_000)] = 128
     """Questions of an evaluation on the way."""
-    num_questions_final: Annotated[int, Field(ge=1)] = 512
+    num_questions_final: Annotated[int, Field(ge=1, le=1_000_000)] = 512
     """Questions of the first and the last evaluation."""
     questions_a_part: Annotated[int, Field(ge=1, le=256)] = 64
     """Questions handed to one Mac at a time."""
@@ -172,11 +228,11 @@ class Evaluation(Section):
 class Stop(Section):
     """When the run ends by itself; 0 turns a condition off."""
 
-    max_steps: Annotated[int, Field(ge=0)] = 96
+    max_steps: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 96
     """Optimizer steps."""
-    max_versions: Annotated[int, Field(ge=0)] = 0
+    max_versions: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Published versions."""
-    max_minutes: Annotated[float, Field(ge=0.0)] = 0.0
+    max_minutes: Annotated[float, Field(ge=0.0, le=5_256_000.0)] = 0.0
     """Wall clock."""
     target_pass_at_1: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Held-out pass@1 that is enough."""
@@ -185,15 +241,15 @@ class Stop(Section):
 class Timeouts(Section):
     """Limits of waiting."""
 
-    heartbeat_seconds: Annotated[float, Field(ge=2.0)] = 30.0
+    heartbeat_seconds: Annotated[float, Field(ge=2.0, le=3600.0)] = 30.0
     """Longest silence of a running activity."""
-    sweep_seconds: Annotated[float, Field(ge=10.0)] = 900.0
+    sweep_seconds: Annotated[float, Field(ge=10.0, le=DAY_SECONDS)] = 900.0
     """Longest sweep."""
-    step_seconds: Annotated[float, Field(ge=10.0)] = 3600.0
+    step_seconds: Annotated[float, Field(ge=10.0, le=7 * DAY_SECONDS)] = 3600.0
     """Longest optimizer step."""
-    away_minutes: Annotated[float, Field(gt=0.0)] = 30.0
+    away_minutes: Annotated[float, Field(gt=0.0, le=525_600.0)] = 30.0
     """How long a lost Mac's session waits for it."""
-    head_poll_seconds: Annotated[float, Field(gt=0.0)] = 10.0
+    head_poll_seconds: Annotated[float, Field(gt=0.0, le=3600.0)] = 10.0
     """How often a Mac that has nothing to do looks at HEAD."""
 
 
@@ -202,7 +258,7 @@ class RunConfig(Section):
 
     run: Name = "demo"
     """Name of the run: lower case letters, digits and dashes."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of question order and sampling."""
     model: str = "environments/search/policy"
     """Folder of the base checkpoint."""

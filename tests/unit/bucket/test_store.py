@@ -180,7 +180,7 @@ def test_server_that_is_not_there_names_the_endpoint():
 
 def test_endpoint_that_is_no_url_is_a_config_error():
     with pytest.raises(ConfigError, match="endpoint"):
-        Store(Bucket(endpoint="not a url"), CREDENTIALS)
+        Store(Bucket().model_copy(update={"endpoint": "not a url"}), CREDENTIALS)
 
 
 def test_outage_is_ridden_out_within_the_patience_and_reported(tmp_path):

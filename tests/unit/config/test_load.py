@@ -2,6 +2,7 @@
 
 import base64
 import stat
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,54 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     assert f"{path}:4: learning.beta1 = 2.0" in error.message
     assert f"{path}:6: learning.gate.mode = 'tvv'" in error.message
     assert "did you mean tv?" in error.message
+
+
+FLOATS = [
+    name
+    for name in dotted_names(RunConfig)
+    if isinstance(reduce(lambda tree, part: getattr(tree, part), name.split("."), RunConfig()), float)
+]
+INTEGERS = [
+    name for name in dotted_names(RunConfig) if type(reduce(lambda tree, part: getattr(tree, part), name.split("."), RunConfig())) is int
+]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_number_that_json_cannot_carry_is_refused(tmp_path: Path, name: str, value: str) -> None:
+    assert f"{name} = {value}" in refused(write(tmp_path, ""), f"{name}={value}").message
+
+
+@pytest.mark.parametrize("name", [name for name in FLOATS if name.startswith(("timeouts.", "stop."))] + INTEGERS)
+def test_number_that_no_clock_or_counter_holds_is_refused(tmp_path: Path, name: str) -> None:
+    assert f"{name} = " in refused(write(tmp_path, ""), f"{name}={10**30}").message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bucket.endpoint", "127.0.0.1:8333"),
+        ("bucket.endpoint", "ftp://127.0.0.1"),
+        ("bucket.endpoint", "http://127.0.0.1:99999"),
+        ("bucket.name", "a b"),
+        ("bucket.name", ".."),
+        ("temporal.address", "127.0.0.1"),
+        ("temporal.address", "http://127.0.0.1:7233"),
+        ("temporal.address", "127.0.0.1:99999"),
+        ("temporal.namespace_mac", ""),
+        ("run", "\u00fcber"),
+        ("run", "../other"),
+    ],
+)
+def test_name_or_place_that_cannot_be_is_refused_before_anything_is_tried(tmp_path: Path, name: str, value: str) -> None:
+    assert f"{name} = '{value}'" in refused(write(tmp_path, ""), f'{name}="{value}"').message
+
+
+def test_two_settings_that_contradict_each_other_are_both_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "[learning]\nmax_staleness = 9\n")
+    assert refused(path).message == f"{path}:1: learning: max_staleness = 9 is above max_staleness_hard = 8"
+    path = write(tmp_path, "[rollout]\ngroup_size = 4\nmin_group_size = 5\n")
+    assert "min_group_size = 5 is above group_size = 4" in refused(path).message
 
 
 def test_text_in_place_of_a_number_is_refused(tmp_path: Path) -> None:
