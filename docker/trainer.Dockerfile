@@ -11,7 +11,6 @@ COPY metal metal
 COPY worker_mac worker_mac
 COPY trainer_gpu trainer_gpu
 COPY cli cli
-COPY benchmarks benchmarks
 COPY configs configs
 RUN pip install --no-cache-dir -c constraints.txt -e ".[gpu]"
 USER stoa
