@@ -24,7 +24,7 @@ from cli.services import Ports, Services, start_services
 from cli.temporal import Control
 from stoa.config.load import bucket_credentials, child_environment, load_run
 from stoa.config.run import Bucket, RunConfig
-from stoa.contracts.errors import MissingExtraError, ServiceError, ServiceUnavailableError, UsageError
+from stoa.contracts.errors import FormatError, MissingExtraError, ServiceError, ServiceUnavailableError, UsageError
 
 MAX_RESTARTS: Final = 3
 """Times a dead worker is started again."""
@@ -100,12 +100,15 @@ def claim_folder(out: Path) -> None:
     for folder in (out, *(sorted(out.parent.glob("demo-*")) if out.parent.is_dir() else ())):
         try:
             end_leftovers(folder)
-        except UsageError:
+        except (UsageError, FormatError):
             if folder == out:
                 raise
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out}: not an empty folder; a demo overwrites nothing", hint="leave out --out, or name a new folder")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UsageError(f"{out}: cannot be made: {problem.strerror}", hint="name a folder that you may write, with --out") from None
 
 
 def next_folder(base: Path = Path("runs")) -> Path:

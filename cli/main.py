@@ -87,6 +87,8 @@ def run(tokens: Sequence[str]) -> Exit:
         return Exit.STOPPED
     except BrokenPipeError:
         return Exit.FAILED
+    except OSError as problem:
+        return say.system_fault(problem)
     except Exception as problem:  # noqa: BLE001 - the edge of the program
         say.error(f"{type(problem).__name__}: {problem}", "this is a fault of the program: the lines below say where")
         import traceback

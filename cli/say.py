@@ -3,6 +3,7 @@
 Knows no command. Imports nothing heavy at the top, so that `--help` stays quick.
 """
 
+import errno
 import sys
 from enum import IntEnum
 
@@ -46,6 +47,14 @@ def fault(problem: StoaError) -> Exit:
     """Tell an error of ours; returns the exit code it stands for."""
     error(problem.message, problem.hint)
     return Exit.WRONG_USE if isinstance(problem, UsageError) else Exit.FAILED
+
+
+def system_fault(problem: OSError) -> Exit:
+    """Tell that the operating system refused a file or a process: a full disk, a folder that cannot be written."""
+    where = f"{problem.filename}: " if problem.filename is not None else ""
+    full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
+    error(f"{where}{problem.strerror or problem}", "make room on the disk" if full else "check the path and who may write there")
+    return Exit.FAILED
 
 
 def bytes_text(num_bytes: float) -> str:

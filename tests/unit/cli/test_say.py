@@ -1,5 +1,7 @@
 """How errors and sizes are told."""
 
+import errno
+
 import pytest
 
 from cli import say
@@ -17,6 +19,11 @@ def test_error_is_what_where_then_a_hint_after_an_empty_line(capsys: pytest.Capt
 
 def test_trouble_with_a_server_is_a_failure_not_wrong_use() -> None:
     assert say.fault(ServiceUnavailableError("no answer")) == Exit.FAILED == 1
+
+
+def test_full_disk_is_told_without_a_trace_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert say.system_fault(OSError(errno.ENOSPC, "No space left on device", "runs/x/report.json")) == Exit.FAILED
+    assert capsys.readouterr().err == "error: runs/x/report.json: No space left on device\n\nhint: make room on the disk\n"
 
 
 def test_brackets_in_a_message_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
