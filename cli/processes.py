@@ -26,7 +26,7 @@ from stoa.contracts.errors import FormatError, ServiceUnavailableError, UsageErr
 _log = structlog.get_logger(__name__)
 
 FILE_NAME: Final = "processes.json"
-GRACE_SECONDS: Final = 10.0
+GRACE_SECONDS: Final = 6.0
 _SAME_START_SECONDS: Final = 0.05
 
 
@@ -131,7 +131,7 @@ class Household:
             time.sleep(0.02)
         for child in going:
             if guard.alive(child.identity.pid):
-                _log.warning("process_killed", name=child.name, grace_seconds=grace_seconds)
+                _log.info("process_killed", name=child.name, grace_seconds=grace_seconds)
             _signal_group(child.identity.pid, signal.SIGKILL)
             child.process.wait()
             self._children.remove(child)

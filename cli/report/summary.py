@@ -16,6 +16,7 @@ from stoa.contracts.messages import EvaluationResult, SessionStatus
 
 STEADY_FROM_VERSION: Final = 2
 """Idle shares are measured from the steps on this version on: before it processes start and the first groups arrive."""
+_EQUAL_REWARDS: Final = ("all_zero", "all_one", "all_equal")
 CLASS_A_USD_A_MILLION: Final = 4.50
 """Price of writes on Cloudflare R2, which charges nothing for traffic."""
 EGRESS_USD_A_GIGABYTE: Final = 0.09
@@ -236,7 +237,11 @@ def idle_reason(record: RunRecord, trainer: float, mac: float) -> str:
     """One sentence on what was waited for when a share is above 5 %; empty when nothing is."""
     said: list[str] = []
     if trainer > 0.05:
-        said.append(f"the trainer waited for groups {trainer:.0%} of its time: more Macs would help")
+        equal = sum(reason in _EQUAL_REWARDS for row in record.steps for reason in row.dropped.values())
+        said.append(
+            f"the trainer waited for groups {trainer:.0%} of its time ({equal} groups had equal rewards and taught nothing): "
+            "more Macs would help"
+        )
     if mac > 0.05:
         heard = Counter(record.waits).most_common(1)
         why = f"mostly: {heard[0][0]}" if heard else "for room within the staleness bound: the trainer set the pace"

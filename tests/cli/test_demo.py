@@ -81,7 +81,9 @@ def test_demo_ends_at_its_last_step_reports_and_leaves_nothing(tmp_path: Path) -
     for part in ("Temporal page: http://127.0.0.1:", "version 2  step 8/8", "held-out at version 2", "pass@1", "search rate", "delta "):
         assert part in said
     assert nothing_left(out)
-    assert "stoa-on-loopback" not in "".join(path.read_text(errors="replace") for path in (out / "logs").iterdir())
+    logs = "".join(path.read_text(errors="replace") for path in (out / "logs").iterdir())
+    for secret in ("stoa-on-loopback", (out / "state" / "signing.key").read_text().strip()):
+        assert secret not in logs + said
 
 
 @pytest.mark.faults

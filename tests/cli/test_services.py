@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ class Server:
     process: subprocess.Popen[str]
     folder: Path
     env: dict[str, str]
+    ui_url: str
 
 
 def stoa(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -53,10 +55,15 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         STOA_TEMPORAL_ADDRESS=f"127.0.0.1:{temporal}", STOA_BUCKET_ENDPOINT=f"http://127.0.0.1:{bucket}", STOA_STATE=str(folder / "state")
     )
     assert f"export STOA_TEMPORAL_ADDRESS=127.0.0.1:{temporal}" in "".join(lines)
-    yield Server(process, folder, env)
+    yield Server(process, folder, env, f"http://127.0.0.1:{ui}")
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 3
     assert not (folder / "processes.json").exists()
+
+
+def test_temporals_page_answers(services: Server) -> None:
+    with urllib.request.urlopen(services.ui_url, timeout=10) as page:
+        assert page.status == 200
 
 
 def test_setup_is_done_once_and_repeated_without_harm(services: Server) -> None:
