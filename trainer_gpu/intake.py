@@ -18,8 +18,8 @@ from stoa.bucket.store import Store
 from stoa.config.run import Learning
 from stoa.contracts.errors import (
     BucketError,
-    DigestError,
     GroupRefusedError,
+    InfrastructureFaultError,
     ObjectTooLargeError,
     ServiceUnavailableError,
     StoaError,
@@ -207,11 +207,12 @@ class Intake:
                 oldest = self._versions.newest - self._learning.max_staleness_hard - LATE_VERSIONS
                 arrivals = self._look(max(0, oldest))
                 fresh = [arrival for arrival in arrivals if not self._dropped_unread(arrival)]
+                any_done = False
                 for arrival, data in zip(fresh, pool.map(self._read, fresh), strict=True):
                     if self._closing.is_set():
                         return
-                    self._admit(arrival, data)
-                if not fresh:
+                    any_done = self._admit(arrival, data) or any_done
+                if not any_done:
                     self._closing.wait(self._learning.intake_poll_seconds)
 
     def _look(self, oldest: int) -> tuple[Arrival, ...]:
@@ -236,7 +237,8 @@ class Intake:
         except (BucketError, ServiceUnavailableError) as error:
             return error
 
-    def _admit(self, arrival: Arrival, data: bytes | StoaError) -> None:
+    def _admit(self, arrival: Arrival, data: bytes | StoaError) -> bool:
+        """Accept or refuse; False if the answer is put off, because something could not be read."""
         try:
             if isinstance(data, StoaError):
                 raise data
@@ -252,15 +254,18 @@ class Intake:
             self._refuse(arrival, error.reason, error.message)
         except ObjectTooLargeError as error:
             self._refuse(arrival, Reason.MALFORMED, error.message)
-        except (BucketError, ServiceUnavailableError) as error:
-            # Bytes lost on the way are asked for again; bytes that are wrong in the bucket are wrong the second time too.
-            if isinstance(error, DigestError) and arrival.key in self._read_twice:
+        except (BucketError, ServiceUnavailableError, InfrastructureFaultError) as error:
+            # Bytes lost on the way are asked for again; what is wrong in the bucket (the group, or the grant it was
+            # played for) is wrong the second time too.
+            if isinstance(error, BucketError) and arrival.key in self._read_twice:
                 self._refuse(arrival, Reason.MALFORMED, error.message)
-                return
+                return True
             self._read_twice.add(arrival.key)
             self._inbox.put_back(arrival.key)
+            return False
         else:
             self._accept(arrival, group)
+        return True
 
     def _accept(self, arrival: Arrival, group: Group) -> None:
         with self._changed:

@@ -1,7 +1,7 @@
 """Groups on their way to a step: fetched beside the trainer, admitted or refused with a reason, dropped and told early."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 from stoa.bucket import keys
 from stoa.bucket.steps import Dropped
 from stoa.bucket.store import Store
+from stoa.contracts.errors import FormatError
 from stoa.rollouts.records import Group
 from stoa.rollouts.shard import encode_group
 from tests.unit.trainer_gpu.player import search, vocab_size
@@ -45,12 +46,14 @@ def intake(store: Store, noted: list[Dropped]) -> Iterator[Intake]:
     yield from _made(store, noted, settled=())
 
 
-def _made(store: Store, noted: list[Dropped], settled: Sequence[str]) -> Iterator[Intake]:
+def _made(
+    store: Store, noted: list[Dropped], settled: Sequence[str], granted: Callable[[keys.GroupKey], str | None] | None = None
+) -> Iterator[Intake]:
     config = config_of(store, groups_per_step=2, max_staleness_hard=2, starved_seconds=4.0, intake_poll_seconds=0.05)
     versions = KnownVersions(store, "test", "", window=2)
     for version in (3, 4, 5):
         versions.add(version, f"state-{version}")
-    rules = rules_of(config, search(), vocab_size(), versions.state_of)
+    rules = rules_of(config, search(), vocab_size(), versions.state_of, granted)
     made = Intake(store, rules, Referee(search()), versions, config.learning, settled=settled, note=lambda found: noted.extend(found))
     made.start()
     yield made
@@ -99,6 +102,28 @@ def test_dishonest_torn_and_stale_groups_are_kept_out_with_a_reason(store: Store
     assert {r.key: r.reason for r in taken.refused} == refused
     assert {d.key: d.reason for d in taken.dropped} == {stale: "stale", **flat}
     assert taken.hosts["mac"].refused == dict.fromkeys(refused.values(), 1)
+
+
+def test_group_whose_grant_is_damaged_is_refused_and_holds_nothing_up(store: Store, noted: list[Dropped]) -> None:
+    """It was asked for again for ever, as fast as the bucket answers."""
+    num_asked = 0
+
+    def granted(named: keys.GroupKey) -> str:
+        nonlocal num_asked
+        if named.group == 2:
+            num_asked += 1
+            raise FormatError("the grant is not JSON")
+        return QUESTIONS[named.group]
+
+    for intake in _made(store, noted, settled=(), granted=granted):
+        damaged = put(store, group(2))
+        good = {put(store, group(slot)) for slot in (0, 1)}
+        time.sleep(1.0)
+        taken = intake.take(5, Reports())
+        assert isinstance(taken, Taken)
+        assert set(taken.keys) == good
+        assert [(r.key, r.reason) for r in taken.refused] == [(damaged, "malformed")]
+        assert num_asked == 2
 
 
 def test_settled_groups_are_never_taken_again(store: Store, noted: list[Dropped]) -> None:
