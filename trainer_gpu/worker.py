@@ -7,6 +7,7 @@ when it is asked to; nothing listens on a port. What a step does is the engine's
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 import warnings
@@ -239,4 +240,7 @@ class _Worker:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    # Everything is closed by now, and taking torch and the SDK apart object by object lasts seconds.
+    os._exit(code)
