@@ -19,9 +19,10 @@ def call(
     limits: Limits,
     *,
     queue: str | None = None,
+    summary: str | None = None,
     wait_when_cancelled: bool = False,
 ) -> ActivityHandle[Result]:
-    """Start activity `name` (on the workflow's own queue by default).
+    """Start activity `name` (on the workflow's own queue by default); the UI shows `summary` beside it.
 
     With `wait_when_cancelled` a cancelled call ends when its worker has let go, and may still bring a result.
     """
@@ -36,6 +37,7 @@ def call(
         heartbeat_timeout=limits.heartbeat,
         retry_policy=limits.retry,
         cancellation_type=cancellation,
+        summary=summary,
     )
 
 

@@ -139,7 +139,7 @@ class MacSessionWorkflow:
         given = self._given
         request = GrantRequest(given.run, given.host, sweep, given.groups, GRANT_WAIT_SECONDS, ended_before=self._state.sweep)
         bounds = limits.grant(given.heartbeat_seconds, GRANT_WAIT_SECONDS)
-        return Fetch(sweep, call(names.GRANT_SWEEP, request, Grant, bounds), workflow.time())
+        return Fetch(sweep, call(names.GRANT_SWEEP, request, Grant, bounds, summary=f"sweep {sweep}"), workflow.time())
 
     async def _play(self, grant: Grant) -> None:
         given = self._given
@@ -171,7 +171,8 @@ class MacSessionWorkflow:
         given = self._given
         bounds = limits.sweep(given.heartbeat_seconds, given.sweep_timeout_seconds)
         queue = names.mac_queue(given.run, given.host)
-        handle = call(names.SWEEP, request, SweepResult, bounds, queue=queue)
+        what = f"evaluation {request.evaluation}, part {request.part}" if request.evaluation else f"sweep {request.sweep}"
+        handle = call(names.SWEEP, request, SweepResult, bounds, queue=queue, summary=what)
         await workflow.wait_condition(lambda: handle.done() or self._state.state != "live")
         if not handle.done():
             handle.cancel()

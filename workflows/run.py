@@ -142,23 +142,26 @@ class RunWorkflow:
             case plan.Acquire():
                 request = AcquireRequest(rules.run, command.lease_number)
                 queue = names.gpu_queue(rules.run)
-                return await self._trainer(names.ACQUIRE_TRAINER, request, Acquired, limits.acquire(silence), queue)
+                return await self._trainer(
+                    names.ACQUIRE_TRAINER, request, Acquired, limits.acquire(silence), queue, f"lease {command.lease_number}"
+                )
             case plan.Train():
                 request = StepRequest(rules.run, state.token, command.step)
                 bounds = limits.train_step(silence, rules.step_timeout_seconds)
-                return await self._trainer(names.TRAIN_STEP, request, StepResult, bounds, state.queue)
+                return await self._trainer(names.TRAIN_STEP, request, StepResult, bounds, state.queue, f"step {command.step}")
             case plan.PublishVersion():
                 request = PublishRequest(rules.run, state.token, command.step, command.anchor, command.checkpoint)
                 bounds = limits.publish(silence, anchor=command.anchor)
-                published = await self._trainer(names.PUBLISH, request, Published, bounds, state.queue)
+                what = f"version {state.version + 1}, step {command.step}"
+                published = await self._trainer(names.PUBLISH, request, Published, bounds, state.queue, what)
                 return VersionPublished(published, command.checkpoint)
             case plan.SaveCheckpoint():
                 request = CheckpointRequest(rules.run, state.token, command.step)
                 bounds = limits.publish(silence, anchor=True)
-                return await self._trainer(names.CHECKPOINT, request, Checkpointed, bounds, state.queue)
+                return await self._trainer(names.CHECKPOINT, request, Checkpointed, bounds, state.queue, f"step {command.step}")
 
-    async def _trainer(self, name: str, request: object, kind: type[Result], bounds: limits.Limits, queue: str) -> Result:
-        handle = call(name, request, kind, bounds, queue=queue, wait_when_cancelled=True)
+    async def _trainer(self, name: str, request: object, kind: type[Result], bounds: limits.Limits, queue: str, what: str) -> Result:
+        handle = call(name, request, kind, bounds, queue=queue, summary=what, wait_when_cancelled=True)
         self._call = handle
         return await handle
 
@@ -179,7 +182,7 @@ class RunWorkflow:
         match command:
             case plan.SetHead():
                 request = HeadStateRequest(run, command.state, command.nonce)
-                return await call(names.SET_HEAD_STATE, request, HeadStateResult, limits.CONTROL)
+                return await call(names.SET_HEAD_STATE, request, HeadStateResult, limits.CONTROL, summary=command.state)
             case plan.FindMacs():
                 return await call(names.LIST_MACS, ListMacsRequest(run, command.after_host), MacList, limits.CONTROL)
             case plan.OpenEvaluation():
