@@ -64,6 +64,7 @@ def test_successor_resumes_from_head_and_no_group_is_trained_on_twice(handle: Ru
     ship_sweep(handle, policy_of(first), questions[20:40], host="mac-a", sweep=1, seed=2)
     lost = first.train_step(StepRequest("test", 1001, 3), progress)
     assert lost.status == "done"
+    after_lost = {name: t.clone() for name, t in policy_of(first).state().items()}
 
     resumed = second.acquire(AcquireRequest("test", 2), 1, progress)
     assert (resumed.token, resumed.step, resumed.version) == (2001, 2, 2)
@@ -86,8 +87,10 @@ def test_successor_resumes_from_head_and_no_group_is_trained_on_twice(handle: Ru
     assert [(m.step, m.epoch) for m in steps] == [(3, 2001), (2, 1001), (1, 1001)]
     consumed = [key for m in steps for key in m.consumed]
     assert len(consumed) == len(set(consumed)) == 12
-    # The lost step's groups were given back and trained on by the successor.
-    assert set(read_step(handle.store, "test", lost.manifest_key).consumed) & set(steps[0].consumed)
+    # The lost step's groups were given back, and the successor did the same step with them, bit for bit.
+    assert read_step(handle.store, "test", lost.manifest_key).consumed == steps[0].consumed
+    for name, tensor in policy_of(second).state().items():
+        assert torch.equal(tensor, after_lost[name]), name
     assert set(steps[1].consumed) | set(steps[2].consumed) <= set(shipped)
     settled = set(consumed) | {d.key for m in steps for d in m.dropped}
     newest_consumed = max(consumed)
