@@ -164,6 +164,8 @@ class MacEngine:
             waited = time.monotonic() - started
             if head is not None and head.state == "stopped":
                 raise _BrokenOffError("stopped", "the run has stopped")
+            if head is not None and head.state == "draining" and request.purpose == "train":
+                raise _BrokenOffError("paused", "the run is ending: only evaluations are played")
             if progress.stopping or progress.cancelled:
                 raise _BrokenOffError("draining", "this worker ends")
             paused = head is not None and head.state == "paused" and request.purpose == "train"
@@ -372,8 +374,7 @@ class MacEngine:
         for version in range(oldest, head.version + 1):
             prefix = keys.groups_of_sweep(self._run, version, self._host, request.sweep)
             names += [listed.key for listed in self._store.list(prefix)]
-        parsed = [keys.parse_group(name) for name in names if not name.startswith(keys.evals_prefix(self._run))]
-        found = {parts.group for parts in parsed if parts.sweep == request.sweep}
+        found = {parts.group for _, parts in keys.ours(names, keys.parse_group) if parts.sweep == request.sweep}
         if found:
             _log.info("sweep_resumed", sweep=request.sweep, groups_found=len(found))
         return found

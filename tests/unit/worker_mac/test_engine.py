@@ -227,6 +227,12 @@ def test_an_evaluation_does_not_depend_on_how_questions_are_dealt(published: Pub
     assert found[0] | found[1] == found[2]
 
 
+def test_an_ending_run_plays_no_more_training_sweeps(published: Publishing, make: object) -> None:
+    published.writer.set_state("draining", "n1")
+    result = make(wait_seconds=60.0).sweep(train_request(), Quiet())
+    assert (result.status, result.num_groups) == ("paused", 0)
+
+
 def test_a_paused_run_is_waited_for_and_then_answered(published: Publishing, make: object) -> None:
     published.writer.set_state("paused", "n1")
     result = make(wait_seconds=0.3).sweep(train_request(), Quiet())
