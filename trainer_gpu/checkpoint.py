@@ -181,9 +181,9 @@ def prune_checkpoints(store: Store, run: str, *, epoch: int, keep: int, named: s
     Checkpoints of a later epoch are another trainer's and stay.
     """
     found: dict[tuple[int, int], list[str]] = {}
-    for listed in store.list(keys.checkpoints_prefix(run)):
-        place = keys.parse_checkpoint(listed.key)
-        found.setdefault((place.epoch, place.step), []).append(listed.key)
+    listed = (one.key for one in store.list(keys.checkpoints_prefix(run)))
+    for key, place in keys.ours(listed, keys.parse_checkpoint):
+        found.setdefault((place.epoch, place.step), []).append(key)
     own = sorted((place for place in found if place[0] <= epoch), reverse=True)
     doomed = [found[place] for place in own[keep:] if named not in found[place]]
     for names in doomed:

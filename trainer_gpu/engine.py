@@ -17,7 +17,15 @@ from stoa.bucket import keys
 from stoa.bucket.head import Head, HeadWriter, Reset
 from stoa.bucket.steps import STEP_FORMAT, Dropped, HostCounts, StepManifest, write_drop_note, write_step
 from stoa.contracts import names
-from stoa.contracts.errors import FencedError, LostStateError, ObjectMissingError, ServiceUnavailableError, StoaError, UsageError
+from stoa.contracts.errors import (
+    FencedError,
+    LostStateError,
+    ObjectMissingError,
+    ReplayedError,
+    ServiceUnavailableError,
+    StoaError,
+    UsageError,
+)
 from stoa.contracts.messages import (
     Acquired,
     AcquireRequest,
@@ -111,6 +119,7 @@ class TrainerEngine:
 
         Raises:
             FencedError: a later lease holds the run. CheckpointError: HEAD's checkpoint cannot be loaded.
+            ReplayedError: HEAD is older than what the run published.
             UsageError: the attempts of this lease are used up.
         """
         with self._working(request.run, progress):
@@ -185,6 +194,12 @@ class TrainerEngine:
             before, _ = writer.read()
         except ObjectMissingError:
             before = None
+        version = before.version if before else -1
+        if version < request.min_version:
+            raise ReplayedError(
+                f"HEAD of run {handle.run} is at version {version}, the run published version {request.min_version}",
+                hint=f"somebody put an old HEAD back: put the newest one back, then `stoa resume {handle.run}`",
+            )
         key = before.checkpoint_key if before else ""
         document = read_document(handle.store, key, self._identity(policy), handle.signer.public_key) if key else None
         facts = document.facts if document else Facts(0, 0, -1, "", ())

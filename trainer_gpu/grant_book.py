@@ -9,19 +9,22 @@ from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Final
 
+import structlog
 from pydantic import ConfigDict, TypeAdapter
 
 from stoa.bucket import keys
 from stoa.bucket.keys import GroupKey
 from stoa.bucket.manifest import canonical, parse_canonical, validate
 from stoa.bucket.store import SMALL_BYTES, Store
-from stoa.contracts.errors import FormatError, ObjectExistsError, ObjectMissingError
+from stoa.contracts.errors import BucketError, FormatError, ObjectExistsError, ObjectMissingError
 from stoa.learning.ledger import GrantRecord
 
 GRANT_FORMAT: Final = "stoa-grant-1"
 SWEEPS_A_HOST: Final = 3
 """A Mac plays one sweep and has asked for the next: older ones are over."""
 _MAX_KEPT: Final = 8192
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,19 @@ class GrantBook:
     def newest(self) -> tuple[GrantRecord, ...]:
         """The newest grants of every host: all that can still be open, and the one that was given last."""
         sweeps: dict[str, list[int]] = defaultdict(list)
-        for listed in self._store.list(keys.grants_prefix(self._run)):
-            named = keys.parse_grant(listed.key)
+        listed = (found.key for found in self._store.list(keys.grants_prefix(self._run)))
+        for _, named in keys.ours(listed, keys.parse_grant):
             sweeps[named.host].append(named.sweep)
         wanted = [(host, sweep) for host, all_ in sorted(sweeps.items()) for sweep in sorted(all_)[-SWEEPS_A_HOST:]]
-        return tuple(grant for host, sweep in wanted if (grant := self.find(host, sweep)) is not None)
+        return tuple(grant for host, sweep in wanted if (grant := self._find_whole(host, sweep)) is not None)
+
+    def _find_whole(self, host: str, sweep: int) -> GrantRecord | None:
+        """The grant, None also if its object is damaged: that is the trouble of one host, not of all."""
+        try:
+            return self.find(host, sweep)
+        except BucketError as error:
+            log.warning("grant_unreadable", host=host, sweep=sweep, error=error.message)
+            return None
 
     def question_of(self, slot: GroupKey) -> str | None:
         """The question granted to a group's slot, None if the slot was not granted."""

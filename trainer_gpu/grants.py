@@ -191,7 +191,8 @@ class GrantKeeper:
             self._noted |= {keys.parse_group(key) for key in group_keys}
         self._noted = {key for key in self._noted if key.version >= oldest}
         start_after = keys.groups_of_version(self._run, oldest)
-        self._arrived = {key for listed in self._store.list(keys.groups_prefix(self._run), start_after) if (key := _group_key(listed.key))}
+        arrived = (found.key for found in self._store.list(keys.groups_prefix(self._run), start_after))
+        self._arrived = {named for _, named in keys.ours(arrived, keys.parse_group)}
         self._fresh_until = time.monotonic() + self._refresh_seconds
         return head
 
@@ -205,15 +206,8 @@ class GrantKeeper:
                 self._lineage.add(manifest)
             if head.step_manifest_key.startswith(keys.steps_of_epoch(self._run, head.epoch)):
                 self._lineage.last_key = head.step_manifest_key
-        for listed in self._store.list(keys.steps_of_epoch(self._run, head.epoch), self._lineage.last_key):
-            self._lineage.add(read_step(self._store, self._run, listed.key))
-            self._lineage.last_key = listed.key
+        listed = (found.key for found in self._store.list(keys.steps_of_epoch(self._run, head.epoch), self._lineage.last_key))
+        for key, _ in keys.ours(listed, keys.parse_step):
+            self._lineage.add(read_step(self._store, self._run, key))
+            self._lineage.last_key = key
         self._lineage.forget(oldest)
-
-
-def _group_key(key: str) -> GroupKey | None:
-    """Parts of a group's key; None for what a stranger put under the prefix."""
-    try:
-        return keys.parse_group(key)
-    except FormatError:
-        return None

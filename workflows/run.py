@@ -140,7 +140,7 @@ class RunWorkflow:
         silence = rules.heartbeat_seconds
         match command:
             case plan.Acquire():
-                request = AcquireRequest(rules.run, command.lease_number)
+                request = AcquireRequest(rules.run, command.lease_number, state.version)
                 queue = names.gpu_queue(rules.run)
                 return await self._trainer(
                     names.ACQUIRE_TRAINER, request, Acquired, limits.acquire(silence), queue, f"lease {command.lease_number}"

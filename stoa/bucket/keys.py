@@ -19,7 +19,9 @@
 """
 
 import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from stoa.contracts.errors import FormatError
 from stoa.contracts.ids import is_name
@@ -28,6 +30,8 @@ _GROUP = re.compile(r"runs/([a-z0-9-]+)/groups/v(\d{8})/([a-z0-9-]+)/(\d{8})/(\d
 _STEP = re.compile(r"runs/([a-z0-9-]+)/steps/e(\d+)/s(\d{8})\.json")
 _CHECKPOINT = re.compile(r"runs/([a-z0-9-]+)/checkpoints/e(\d+)/s(\d{8})/([a-zA-Z0-9.-]+)")
 _GRANT = re.compile(r"runs/([a-z0-9-]+)/grants/([a-z0-9-]+)/(\d{8})\.json")
+
+_Parts = TypeVar("_Parts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,3 +224,13 @@ def parse_grant(key: str) -> GrantKey:
         raise FormatError(f"{key!r} is not the key of a grant")
     run, host, sweep = found.groups()
     return GrantKey(run, host, int(sweep))
+
+
+def ours(listed: Iterable[str], parse: Callable[[str], _Parts]) -> Iterator[tuple[str, _Parts]]:
+    """Each key that `parse` takes, with its parts; what a stranger put under the same prefix is passed over."""
+    for key in listed:
+        try:
+            parts = parse(key)
+        except FormatError:
+            continue
+        yield key, parts

@@ -18,7 +18,7 @@ from stoa.bucket import keys
 from stoa.bucket.head import Head
 from stoa.bucket.manifest import canonical, parse_canonical, validate
 from stoa.bucket.store import Store
-from stoa.contracts.errors import FormatError, NonFiniteError
+from stoa.contracts.errors import BucketError, FormatError, NonFiniteError
 
 STEP_FORMAT: Final = "stoa-step-1"
 NOTE_FORMAT: Final = "stoa-drops-1"
@@ -163,19 +163,29 @@ def write_drop_note(store: Store, run: str, epoch: int, number: int, dropped: Se
 
 
 def read_drop_notes(store: Store, run: str, known: Iterable[str] = ()) -> dict[str, tuple[str, ...]]:
-    """Keys of the groups in every drop note of the run, by the note's key; notes in `known` are left out."""
+    """Keys of the groups in every drop note of the run, by the note's key; notes in `known` are left out.
+
+    A note that cannot be read, or is of another run, tells nothing: step manifests tell the same later.
+    """
     seen = set(known)
     found: dict[str, tuple[str, ...]] = {}
     for listed in store.list(keys.drop_notes_prefix(run)):
         if listed.key in seen:
             continue
-        data = store.get(listed.key, max_bytes=MAX_STEP_BYTES).data
-        parse_canonical(data, listed.key)
-        note = validate(_NOTE, data, listed.key)
-        if note.run != run or keys.drop_note(run, note.epoch, note.number) != listed.key:
-            raise FormatError(f"{listed.key} is a drop note of another run or number")
-        found[listed.key] = tuple(drop.key for drop in note.dropped)
+        found[listed.key] = _read_note(store, run, listed.key)
     return found
+
+
+def _read_note(store: Store, run: str, key: str) -> tuple[str, ...]:
+    try:
+        data = store.get(key, max_bytes=MAX_STEP_BYTES).data
+        parse_canonical(data, key)
+        note = validate(_NOTE, data, key)
+    except BucketError:
+        return ()
+    if note.run != run or keys.drop_note(run, note.epoch, note.number) != key:
+        return ()
+    return tuple(group for group, _ in keys.ours((drop.key for drop in note.dropped), keys.parse_group))
 
 
 def _check(manifest: StepManifest, key: str) -> None:

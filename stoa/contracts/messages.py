@@ -65,6 +65,8 @@ class AcquireRequest:
 
     run: str
     lease_number: int
+    min_version: int = -1
+    """Newest version the run knows to be published: a HEAD below it was put back by somebody."""
 
 
 @dataclass(frozen=True)

@@ -218,8 +218,10 @@ def test_drop_notes_tell_of_groups_before_the_step_does(store):
     assert read_drop_notes(store, RUN, known=[first]) == {second: (group(5),)}
 
 
-def test_a_drop_note_under_another_key_is_refused(store):
-    key = write_drop_note(store, RUN, 1000, 0, [])
-    store.create(keys.drop_note(RUN, 1000, 1), store.get(key, max_bytes=1 << 20).data)
-    with pytest.raises(FormatError, match="another run or number"):
-        read_drop_notes(store, RUN)
+def test_a_drop_note_that_is_damaged_or_copied_tells_nothing_and_hides_no_other(store):
+    key = write_drop_note(store, RUN, 1000, 0, [Dropped(group(0), "stale")])
+    copied, torn, stray = keys.drop_note(RUN, 1000, 1), keys.drop_note(RUN, 1000, 2), keys.drop_notes_prefix(RUN) + "stray"
+    store.create(copied, store.get(key, max_bytes=1 << 20).data)
+    store.create(torn, b"{")
+    store.create(stray, b"")
+    assert read_drop_notes(store, RUN) == {key: (group(0),), copied: (), torn: (), stray: ()}

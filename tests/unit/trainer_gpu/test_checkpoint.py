@@ -108,6 +108,14 @@ def test_newest_and_named_checkpoints_stay(store: Store, signer: Signer, tensors
     assert not [found for found in store.list(keys.checkpoints_prefix("test")) if "e1001/s00000008" in found.key]
 
 
+def test_stranger_among_the_checkpoints_stays_and_stops_nothing(store: Store, signer: Signer, tensors: dict) -> None:
+    stray = f"{keys.checkpoints_prefix('test')}stray"
+    store.create(stray, b"x")
+    saved = [save(store, signer, tensors, replace(FACTS, step=step)) for step in (4, 8, 12)]
+    assert prune_checkpoints(store, "test", epoch=1001, keep=2, named=saved[2]) == 1
+    assert store.exists(stray)
+
+
 def test_generator_state_comes_back() -> None:
     text = capture_rng()
     drawn = torch.rand(3)

@@ -8,7 +8,7 @@ import torch
 from stoa.bucket import keys
 from stoa.bucket.steps import lineage, read_step
 from stoa.bucket.store import Store
-from stoa.contracts.errors import FencedError, LostStateError, ServiceUnavailableError, UsageError
+from stoa.contracts.errors import FencedError, LostStateError, ReplayedError, ServiceUnavailableError, UsageError
 from stoa.contracts.messages import AcquireRequest, CheckpointRequest, PublishRequest, StepRequest
 from tests.unit.trainer_gpu.runs import Reports, config_of, head_of, ship_sweep, start_run
 from trainer_gpu.engine import TrainerEngine, next_token
@@ -119,6 +119,24 @@ def test_cancelled_acquisition_does_not_fence_the_holder(handle: RunHandle, engi
     with pytest.raises(ServiceUnavailableError):
         frozen.acquire(AcquireRequest("test", 1), 1, Reports(cancelled=True))
     assert head_of(handle).epoch == 1002
+
+
+@pytest.mark.loop
+def test_old_head_put_back_is_refused_before_anything_is_written(handle: RunHandle, engines: list[TrainerEngine]) -> None:
+    """From it the next version would be published a second time, with other weights."""
+    holder, successor = engines
+    holder.acquire(AcquireRequest("test", 1), 1, Reports())
+    old = handle.store.get(keys.head("test"), max_bytes=1 << 20)
+    holder.publish(PublishRequest("test", 1001, 0, anchor=False, checkpoint=True), Reports())
+    newest = handle.store.get(keys.head("test"), max_bytes=1 << 20)
+    handle.store.swap(keys.head("test"), old.data, newest.etag)
+    with pytest.raises(ReplayedError, match="is at version 0, the run published version 1") as caught:
+        successor.acquire(AcquireRequest("test", 2, min_version=1), 1, Reports())
+    assert "stoa resume test" in caught.value.hint
+    assert handle.store.get(keys.head("test"), max_bytes=1 << 20).data == old.data
+    handle.store.delete([keys.head("test")])
+    with pytest.raises(ReplayedError):
+        successor.acquire(AcquireRequest("test", 2, min_version=1), 1, Reports())
 
 
 @pytest.mark.loop

@@ -140,6 +140,23 @@ def test_session_that_begins_anew_is_told_the_sweep_to_go_on_with(handle: RunHan
     assert len(ask(desk, "a", 1).question_ids) == 2
 
 
+def test_damaged_grant_and_strangers_cost_other_macs_nothing(handle: RunHandle) -> None:
+    epoch = head(handle).read()[0].epoch
+    assert len(ask(keeper(handle), "a", 0).question_ids) == 8
+    store, damaged = handle.store, keys.grant("test", "b", 0)
+    for key in (
+        damaged,
+        f"{keys.grants_prefix('test')}stray",
+        f"{keys.steps_of_epoch('test', epoch)}zzz",
+        f"{keys.groups_prefix('test')}x",
+    ):
+        store.create(key, b"{nonsense")
+    begun_anew = keeper(handle)
+    assert len(ask(begun_anew, "a", 1, num=4).question_ids) == 4
+    with pytest.raises(FormatError, match="b/00000000"):
+        ask(begun_anew, "b", 0)
+
+
 def test_other_run_is_refused(handle: RunHandle) -> None:
     with pytest.raises(FormatError):
         keeper(handle).grant(GrantRequest("other", "a", 0, 8), Reports())
