@@ -1,0 +1,168 @@
+"""Control activities against a real server: what crosses between a run, its sessions and its evaluations."""
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field
+
+import pytest
+from temporalio import workflow
+from temporalio.client import Client, WorkflowHandle
+from temporalio.exceptions import ApplicationError
+from temporalio.testing import ActivityEnvironment
+
+from activities.connection import make_worker
+from activities.evaluate import EvaluationActivities
+from activities.fleet import FleetActivities, GrantActivities
+from stoa.contracts import names
+from stoa.contracts.errors import UnknownNameError
+from stoa.contracts.messages import (
+    EvaluationInput,
+    EvaluationResult,
+    EvaluationStart,
+    FleetEvent,
+    Grant,
+    GrantRequest,
+    Hello,
+    ListMacsRequest,
+    MacList,
+    ReleaseRequest,
+    SessionInput,
+    SessionStatus,
+    SummariseRequest,
+)
+from stoa.contracts.ports import Progress
+from tests.workflows.test_mac_session import only
+from tests.workflows.test_on_server import Fleet
+from tests.workflows.world import World
+from workflows.mac_session import MacSessionWorkflow
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclass
+class Engines:
+    """Granter, head keeper and evaluator in one, none of which does much."""
+
+    left: list[str] = field(default_factory=list)
+
+    def grant(self, request: GrantRequest, progress: Progress) -> Grant:
+        return Grant(request.run, request.host, request.sweep, ("q",))
+
+    def host_left(self, host: str) -> None:
+        self.left.append(host)
+
+    def held_out(self, run: str, num_questions: int, seed: int) -> tuple[str, ...]:
+        return ()
+
+    def summarise(self, request: SummariseRequest, progress: Progress) -> EvaluationResult:
+        raise UnknownNameError("no such run")
+
+
+@workflow.defn(name=names.RUN_WORKFLOW, sandboxed=False)
+class Listener:
+    """Stands where a run would and returns the first evaluation it is told of."""
+
+    def __init__(self) -> None:
+        self.results: list[EvaluationResult] = []
+        self.events: list[FleetEvent] = []
+
+    @workflow.run
+    async def run(self) -> EvaluationResult:
+        await workflow.wait_condition(lambda: bool(self.results))
+        return self.results[0]
+
+    @workflow.signal(name=names.EVAL_DONE)
+    def done(self, result: EvaluationResult) -> None:
+        self.results.append(result)
+
+    @workflow.signal(name=names.FLEET_EVENT)
+    def fleet(self, event: FleetEvent) -> None:
+        self.events.append(event)
+
+    @workflow.query
+    def seen(self) -> list[FleetEvent]:
+        return self.events
+
+
+async def listen(client: Client, run: str) -> WorkflowHandle[Listener, EvaluationResult]:
+    return await client.start_workflow(Listener.run, id=names.run_workflow_id(run), task_queue=names.control_queue(run))
+
+
+async def do(function: object, argument: object) -> object:
+    return await ActivityEnvironment().run(function, argument)
+
+
+async def test_evaluation_that_is_done_reports_again_instead_of_running_again(client: Client) -> None:
+    fleet = Fleet(client, World(client), ("mac-a",))
+    first = await fleet.evaluate(num_questions=40, questions_a_part=40)
+    async with make_worker(client, names.control_queue(fleet.run), workflows=[Listener], graceful_seconds=0):
+        listener = await listen(client, fleet.run)
+        start = EvaluationStart(EvaluationInput(fleet.run, "v4-every", 4, 40, 40))
+        await do(EvaluationActivities(client, client, Engines()).start, start)
+        assert await listener.result() == first
+    assert len(fleet.world.swept) == 1
+
+
+async def test_session_is_listed_while_live_and_ends_when_released(client: Client) -> None:
+    run, world, engines = f"r{uuid.uuid4().hex[:8]}", World(client), Engines()
+    world.on_grant = only(-1)
+    desk = FleetActivities(client, client, engines, None)  # type: ignore[arg-type]
+    queue = names.control_queue(run)
+    async with make_worker(client, queue, workflows=[MacSessionWorkflow], activities=world.desk_activities(), graceful_seconds=0):
+        for host in ("mac-b", "mac-a"):
+            await client.start_workflow(
+                names.MAC_SESSION,
+                SessionInput(run, host),
+                id=names.session_workflow_id(run, host),
+                task_queue=queue,
+                start_signal=names.HELLO,
+                start_signal_args=[Hello(host, "n")],
+            )
+        for _ in range(100):
+            if await do(desk.list_macs, ListMacsRequest(run)) == MacList(("mac-a", "mac-b")):
+                break
+            await asyncio.sleep(0.1)
+        assert await do(desk.list_macs, ListMacsRequest(run, limit=1)) == MacList(("mac-a",), "mac-a")
+        assert await do(desk.list_macs, ListMacsRequest("another")) == MacList()
+        released = await do(desk.release_macs, ReleaseRequest(run, "all steps are done"))
+        assert released.num_released == 2  # type: ignore[attr-defined]
+        ended = client.get_workflow_handle(names.session_workflow_id(run, "mac-a"), result_type=SessionStatus)
+        assert (await ended.result()).reason == "run stopped: all steps are done"
+
+
+async def test_who_leaves_is_forgotten_by_the_ledger_and_told_to_the_run_if_there_is_one(client: Client) -> None:
+    run, engines = f"r{uuid.uuid4().hex[:8]}", Engines()
+    desk = FleetActivities(client, client, engines, None)  # type: ignore[arg-type]
+    left = FleetEvent(run, "mac-1", "s", "left")
+    await do(desk.notify_run, left)  # nobody there: no error
+    async with make_worker(client, names.control_queue(run), workflows=[Listener], graceful_seconds=0):
+        listener = await listen(client, run)
+        await do(desk.notify_run, FleetEvent(run, "mac-1", "s", "joined"))
+        await do(desk.notify_run, left)
+        events = await listener.query(Listener.seen)
+        await listener.terminate()
+    assert [event.event for event in events] == ["joined", "left"]
+    assert engines.left == ["mac-1", "mac-1"]
+
+
+async def test_run_name_that_could_change_a_query_is_refused(client: Client) -> None:
+    desk = FleetActivities(client, client, Engines(), None)  # type: ignore[arg-type]
+    with pytest.raises(ApplicationError) as caught:
+        await do(desk.list_macs, ListMacsRequest("x' OR RlRun = 'y"))
+    assert (caught.value.type, caught.value.non_retryable) == ("FormatError", True)
+
+
+async def test_waiting_grants_do_not_hold_each_other_up() -> None:
+    class Slow(Engines):
+        def grant(self, request: GrantRequest, progress: Progress) -> Grant:
+            progress.report("no room")
+            import time
+
+            time.sleep(0.5)
+            return super().grant(request, progress)
+
+    grants = GrantActivities(Slow())
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    await asyncio.gather(*(do(grants.grant, GrantRequest("r", f"mac-{i}", 0, 1)) for i in range(20)))
+    assert loop.time() - started < 3.0  # one after another it would be 10 s
