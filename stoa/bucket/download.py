@@ -1,23 +1,38 @@
-"""Brings one object of the bucket into a file: ranges in parallel, resumed where they broke, checked before it has its name.
+"""Brings objects of the bucket into files: ranges in parallel over all of them, resumed at the byte where they broke.
 
-A file under its final name is complete and had its sha256 when it was renamed; a `.part` file is worth nothing and is
-begun anew by the next process. What is downloaded, and when it may go, is the caller's business.
+A file under its final name is complete and had its sha256 when it was renamed. Beside a `.part` stands a journal of the
+bytes it holds, so that a process that was killed goes on where it was (`transfer.py`). What is downloaded, and when it
+may go, is the caller's business. Ranges get smaller towards the end, and a thread with nothing left to do takes over a
+range that has gone silent, so that one bad connection does not hold up the whole.
 """
 
+import contextlib
 import hashlib
-import os
-from concurrent.futures import ThreadPoolExecutor
+import random
+import shutil
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from stoa.bucket.store import Store
-from stoa.contracts.errors import DigestError
+from stoa.bucket.transfer import Piece, Transfer, Wanted, part_of
+from stoa.contracts.errors import BucketError, DigestError, DiskFullError, PreconditionError, ServiceUnavailableError, StoaError
 
 RANGE_BYTES: Final = 8 << 20
+LEAST_RANGE_BYTES: Final = 1 << 20
 NUM_RANGES: Final = 8
-"""Ranges in flight at a time."""
+"""Ranges in flight at a time, over all objects."""
+STALL_SECONDS: Final = 5.0
+"""Silence after which a connection is given up."""
+TAKE_OVER_SECONDS: Final = 1.0
+"""Silence after which an idle thread takes over the rest of a range; doubles with each time the same range is taken."""
+MIN_TRIES: Final = 3
+"""Tries in a row without progress before the store's patience counts; and whole downloads of a wrong object."""
+_PROGRESS_BYTES: Final = 64 << 10
+_LONGEST_WAIT_SECONDS: Final = 5.0
 _HASH_BYTES: Final = 4 << 20
-_MAX_TRIES: Final = 3
 
 
 def file_sha256(path: Path) -> str:
@@ -32,39 +47,243 @@ def file_sha256(path: Path) -> str:
 def fetch(store: Store, key: str, path: Path, *, num_bytes: int, sha256: str) -> int:
     """Make `path` the object under `key`; returns the bytes downloaded, 0 if a right file was there already.
 
-    A file that is there with other bytes is replaced. Raises ObjectMissingError, ServiceUnavailableError, and
-    DigestError if the bucket still has other bytes after three tries; no file is left under `path` then.
+    A file that is there with other bytes is replaced. Raises what `Downloads.wait` raises; no file is left under `path` then.
     """
     if path.is_file():
         if path.stat().st_size == num_bytes and file_sha256(path) == sha256:
             return 0
         path.unlink()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    for tried in range(1, _MAX_TRIES + 1):
-        _download(store, key, part, num_bytes)
-        if file_sha256(part) == sha256:
-            part.replace(path)
-            return num_bytes * tried
-        part.unlink()
-    raise DigestError(
-        f"{store.name}/{key} does not have its sha256 {sha256[:16]}..", hint="the object is damaged in the bucket, or a proxy changes it"
-    )
+    with Downloads(store, [Wanted(key, path, num_bytes, sha256)]) as downloads:
+        downloads.wait(key)
+        return downloads.num_bytes
 
 
-def _download(store: Store, key: str, part: Path, num_bytes: int) -> None:
-    """All bytes of `key` into `part`, on disk before this returns."""
+class Downloads:
+    """Objects on their way into files, begun when entered, in the order given. For use by one thread.
 
-    def one(start: int) -> None:
-        data = store.get_range(key, start, min(RANGE_BYTES, num_bytes - start))
-        os.pwrite(file.fileno(), data, start)
+    On leaving, whatever is not whole stays as parts, for the next one to go on with.
+    """
 
-    starts = range(0, num_bytes, RANGE_BYTES)
-    with part.open("wb") as file:
-        file.truncate(num_bytes)
-        if len(starts) == 1:
-            one(0)
-        else:
-            with ThreadPoolExecutor(NUM_RANGES) as pool:
-                list(pool.map(one, starts))
-        os.fsync(file.fileno())
+    def __init__(self, store: Store, wanted: Sequence[Wanted], *, stall_seconds: float = STALL_SECONDS) -> None:
+        """Raises DiskFullError if the disk has no room for what is missing; nothing was begun then."""
+        self._store = store
+        self._stall_seconds = stall_seconds
+        self._transfers = [Transfer.resume(one) for one in wanted]
+        self._tries = dict.fromkeys((one.key for one in wanted), 1)
+        self._changed = threading.Condition()
+        self._busy: set[Transfer] = set()
+        """Transfers that one thread hashes, checks or renames, outside the lock."""
+        self._num_threads = 0
+        self._error: Exception | None = None
+        self._over = threading.Event()
+        self._retry_reason = ""
+        self.num_bytes = 0
+        """Downloaded so far."""
+        _check_room(self._transfers)
+
+    def __enter__(self) -> Self:
+        left = sum(transfer.num_missing for transfer in self._transfers)
+        self._num_threads = min(NUM_RANGES, max(1, -(-left // LEAST_RANGE_BYTES)))
+        for _ in range(self._num_threads):
+            # Daemons: one that waits for a silent server must hold up neither this download nor the process.
+            threading.Thread(target=self._work, name="download", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        with self._changed:
+            self._changed.notify_all()
+            while self._busy:
+                self._changed.wait()
+            for transfer in self._transfers:
+                with contextlib.suppress(DiskFullError):
+                    for piece in transfer.pieces:
+                        transfer.note(piece)
+                transfer.close()
+
+    def wait(self, key: str) -> None:
+        """Until the object under `key` is a whole file, checked and on disk.
+
+        Raises:
+            ObjectMissingError, AccessDeniedError: the bucket says so.
+            ServiceUnavailableError: no progress for the store's patience.
+            DigestError: the bucket has other bytes, also after three tries. PreconditionError: it keeps changing.
+            DiskFullError: there is no room; what came stays.
+        """
+        while True:
+            with self._changed:
+                if self._error is not None:
+                    raise self._error
+                if any(transfer.wanted.key == key and transfer.done for transfer in self._transfers):
+                    return
+                if not self._num_threads:
+                    raise BucketError(f"{self._store.name}/{key}: its download has ended", hint="begin it anew")
+                self._changed.wait(0.5)
+                reason, self._retry_reason = self._retry_reason, ""
+            if reason and self._store.on_retry is not None:
+                self._store.on_retry(reason)
+
+    def _work(self) -> None:
+        """One thread: takes pieces until nothing is left to do. Whatever ends it badly ends all of them."""
+        try:
+            while not self._over.is_set():
+                with self._changed:
+                    task = self._next()
+                    if task is None:
+                        if all(transfer.done for transfer in self._transfers):
+                            return
+                        self._changed.wait(0.1)
+                        continue
+                if isinstance(task, Piece):
+                    self._fly(task)
+                else:
+                    self._finish(task)
+        except (StoaError, OSError) as error:
+            self._error = self._error or error
+            self._over.set()
+        finally:
+            with self._changed:
+                self._num_threads -= 1
+                self._changed.notify_all()
+
+    def _next(self) -> Piece | Transfer | None:
+        """What an idle thread does next: a missing range, a file to check, a silent range to take over; None: wait."""
+        now = time.monotonic()
+        left = sum(transfer.num_missing for transfer in self._transfers)
+        for transfer in self._transfers:
+            if transfer.is_whole and transfer not in self._busy:
+                transfer.open()
+                transfer.finishing = True
+                self._busy.add(transfer)
+                return transfer
+            if transfer.missing:
+                transfer.open()
+                return transfer.take(min(RANGE_BYTES, max(LEAST_RANGE_BYTES, left // (2 * NUM_RANGES))), now)
+        for piece in (piece for transfer in self._transfers for piece in transfer.pieces):
+            if now - piece.heard_at > TAKE_OVER_SECONDS * 2**piece.num_taken:
+                return piece.transfer.take_over(piece, now)
+        return None
+
+    def _fly(self, piece: Piece) -> None:
+        """Fetch one piece, resuming where it breaks, until it is here or taken away."""
+        while not self._over.is_set() and piece.at < piece.end:
+            began_at = piece.at
+            try:
+                self._read(piece)
+            except ServiceUnavailableError as error:
+                self._over.wait(self._wait_seconds(piece, began_at, error))
+            except PreconditionError as error:
+                self._begin_anew(piece.transfer, error)
+        with self._changed:
+            piece.transfer.leave(piece)
+            self._changed.notify_all()
+        self._hash_on(piece.transfer)
+
+    def _wait_seconds(self, piece: Piece, began_at: int, error: ServiceUnavailableError) -> float:
+        """How long to wait before the next try of a piece. Raises `error` if there were enough."""
+        with self._changed:
+            if piece.at >= piece.end:
+                return 0.0  # taken over meanwhile: not this thread's trouble any more
+            now = time.monotonic()
+            piece.num_tries += 1
+            if piece.at - began_at >= _PROGRESS_BYTES:
+                piece.num_tries, piece.fruitful_at = 0, now
+            elif piece.num_tries >= MIN_TRIES and now - piece.fruitful_at >= self._store.patience_seconds:
+                raise error
+            wait_seconds = min(0.1 * 2**piece.num_tries, _LONGEST_WAIT_SECONDS) * random.uniform(0.5, 1.0) if piece.num_tries else 0.0
+            piece.heard_at = now + wait_seconds  # it waits by intention: nobody need take it over
+            self._retry_reason = f"downloading {piece.transfer.wanted.key} again: {type(error.__cause__).__name__}"
+        return wait_seconds
+
+    def _read(self, piece: Piece) -> None:
+        """One request for the rest of a piece."""
+        transfer = piece.transfer
+        with self._changed:
+            at, end, etag = piece.at, piece.end, transfer.etag
+            if transfer.dead or at >= end:
+                return
+        reply = self._store.open_range(transfer.wanted.key, at, end - at, etag=etag, stall_seconds=self._stall_seconds)
+        try:
+            with self._changed:
+                if transfer.dead:
+                    return
+                if not transfer.agree(reply.etag):
+                    raise PreconditionError(f"{self._store.name}/{transfer.wanted.key} is another object by now")
+                piece.heard_at = time.monotonic()
+            for chunk in reply.chunks:
+                with self._changed:
+                    before = piece.at
+                    wanted = not self._over.is_set() and transfer.write(piece, chunk, time.monotonic())
+                    self.num_bytes += piece.at - before
+                if not wanted:
+                    return
+        finally:
+            reply.chunks.close()
+
+    def _begin_anew(self, old: Transfer, cause: Exception) -> None:
+        """The object has other bytes than were promised, or than before: forget what came, unless it was tried often."""
+        key = old.wanted.key
+        with self._changed:
+            while old in self._busy:
+                self._changed.wait()
+            if old.dead:
+                return
+            for piece in old.pieces:
+                piece.end = piece.at
+            old.close()
+            self._tries[key] += 1
+            if self._tries[key] > MIN_TRIES:
+                raise cause
+            fresh = Transfer(old.wanted, [(0, old.wanted.num_bytes)] if old.wanted.num_bytes else [])
+            self._transfers[self._transfers.index(old)] = fresh
+            self._changed.notify_all()
+
+    def _hash_on(self, transfer: Transfer) -> None:
+        """Hash what is here from the start on, if no other thread does, so that little is left to hash at the end."""
+        with self._changed:
+            if transfer in self._busy or transfer.dead or transfer.finishing or self._over.is_set():
+                return
+            self._busy.add(transfer)
+            prefix = transfer.whole_prefix
+        try:
+            transfer.hash_on(prefix)
+        finally:
+            self._release(transfer)
+
+    def _finish(self, transfer: Transfer) -> None:
+        try:
+            right = transfer.finish()
+        finally:
+            self._release(transfer)
+        if not right:
+            wanted = transfer.wanted
+            message = f"{self._store.name}/{wanted.key} does not have its sha256 {wanted.sha256[:16]}.."
+            self._begin_anew(transfer, DigestError(message, hint="the object is damaged in the bucket, or a proxy changes it"))
+            return
+        with self._changed:
+            transfer.done = True
+            transfer.close()
+            self._changed.notify_all()
+
+    def _release(self, transfer: Transfer) -> None:
+        with self._changed:
+            self._busy.discard(transfer)
+            self._changed.notify_all()
+
+
+def _check_room(transfers: Sequence[Transfer]) -> None:
+    """Raises DiskFullError if what is still to come does not fit on the disk."""
+    num_bytes = sum(transfer.num_missing for transfer in transfers)
+    if num_bytes:
+        folder = transfers[0].wanted.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free + sum(_reserved(transfer) for transfer in transfers)
+        if free < num_bytes:
+            raise DiskFullError(f"{folder}: {num_bytes} bytes are to come, {free} are free", hint="make room: what was downloaded is kept")
+
+
+def _reserved(transfer: Transfer) -> int:
+    """Bytes of the disk that a part holds already for what is missing of it."""
+    part = part_of(transfer.wanted.path)
+    blocks = 512 * part.stat().st_blocks if part.is_file() else 0
+    return max(0, blocks - (transfer.wanted.num_bytes - transfer.num_missing))

@@ -10,7 +10,8 @@ import hashlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -44,7 +45,8 @@ from stoa.contracts.errors import (
 SMALL_BYTES: Final = 1 << 20
 """Limit for JSON documents."""
 _Answer = TypeVar("_Answer")
-_CHUNK_BYTES: Final = 256 * 1024
+_CHUNK_BYTES: Final = 64 * 1024
+"""Read at a time from a range: what is lost when the connection breaks inside it."""
 _SHA256 = "sha256"
 _SETUP_HINT = "run `stoa setup`, or set STOA_BUCKET_NAME to a bucket that is there"
 _ACCESS_HINT = "set STOA_BUCKET_KEY and STOA_BUCKET_SECRET to a key that may use this bucket"
@@ -58,6 +60,14 @@ class Stored:
     data: bytes
     etag: str
     metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeReply:
+    """The reply to a ranged read. `chunks` ends with the range or raises what broke it; close it to end early."""
+
+    etag: str
+    chunks: Generator[bytes, None, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +96,15 @@ class Meters:
         self._lock = threading.Lock()
         self._kinds: dict[str, Traffic] = {}
 
-    def add(self, kind: str, *, up: int = -1, down: int = -1) -> None:
-        """Count one request with this many bytes of payload; -1 means not this direction."""
+    def add(self, kind: str, *, up: int = -1, down: int = -1, num_requests: int = 1) -> None:
+        """Count requests with this many bytes of payload in all; -1 means not this direction."""
         with self._lock:
             old = self._kinds.get(kind, Traffic())
             self._kinds[kind] = Traffic(
                 old.bytes_up + max(up, 0),
                 old.bytes_down + max(down, 0),
-                old.requests_up + (up >= 0),
-                old.requests_down + (down >= 0),
+                old.requests_up + (up >= 0) * num_requests,
+                old.requests_down + (down >= 0) * num_requests,
             )
 
     def by_kind(self) -> Mapping[str, Traffic]:
@@ -125,7 +135,7 @@ class Store:
         self.patience_seconds = patience_seconds
         self.on_retry: Callable[[str], None] | None = None
         self.meters = Meters()
-        config = Config(
+        self._config = Config(
             signature_version="s3v4",
             # R2 refuses the checksum trailers that are sent by default over https.
             request_checksum_calculation="when_required",
@@ -136,17 +146,33 @@ class Store:
             read_timeout=20,
             max_pool_connections=24,
         )
+        self._credentials = credentials
+        self._client = self._new_client(self._config)
+        self._range_lock = threading.Lock()
+        self._range_clients: dict[float, Any] = {}
+
+    def _new_client(self, config: Config) -> Any:
         try:
-            self._client: Any = Session().client(
+            return Session().client(
                 "s3",
-                endpoint_url=settings.endpoint,
-                region_name=settings.region,
-                aws_access_key_id=credentials.key,
-                aws_secret_access_key=credentials.secret,
+                endpoint_url=self.settings.endpoint,
+                region_name=self.settings.region,
+                aws_access_key_id=self._credentials.key,
+                aws_secret_access_key=self._credentials.secret,
                 config=config,
             )
         except ValueError as error:
-            raise ConfigError(f"bucket.endpoint is {settings.endpoint!r}: {error}", hint="for example http://127.0.0.1:8333") from error
+            raise ConfigError(
+                f"bucket.endpoint is {self.settings.endpoint!r}: {error}", hint="for example http://127.0.0.1:8333"
+            ) from error
+
+    def _range_client(self, stall_seconds: float) -> Any:
+        """The client whose reads give up after so long without a byte, and which tries nothing again by itself."""
+        with self._range_lock:
+            if stall_seconds not in self._range_clients:
+                change = Config(read_timeout=stall_seconds, retries={"mode": "standard", "total_max_attempts": 1})
+                self._range_clients[stall_seconds] = self._new_client(self._config.merge(change))
+            return self._range_clients[stall_seconds]
 
     @property
     def name(self) -> str:
@@ -164,30 +190,46 @@ class Store:
         """The object, or None if it still has this etag."""
         return self._read(key, max_bytes, {"IfNoneMatch": etag} if etag else {})
 
-    def get_range(self, key: str, start: int, num_bytes: int, *, etag: str = "") -> bytes:
-        """Bytes [start, start + num_bytes); a broken body is resumed at the byte it broke at.
+    def open_range(self, key: str, start: int, num_bytes: int, *, etag: str = "", stall_seconds: float = 20.0) -> RangeReply:
+        """Begin to read bytes [start, start + num_bytes). One try: resuming is the caller's business.
 
-        Raises DigestError if the object is shorter, and with `etag` PreconditionError if it is another one by now.
+        stall_seconds: longest silence of the server.
+
+        Raises, here and from the chunks, ServiceUnavailableError for what may pass (a broken, silent or busy server);
+        here also if something else than the range came; DigestError if the object is shorter, and with `etag`
+        PreconditionError if it is another object by now.
         """
-        held = bytearray()
+        client = self._range_client(stall_seconds)
+        condition = {"IfMatch": etag} if etag else {}
+        with self._mapping(key):
+            span = f"bytes={start}-{start + num_bytes - 1}"
+            reply = client.get_object(Bucket=self.settings.name, Key=key, Range=span, **condition)
+        came, _, whole_bytes = str(reply.get("ContentRange", "")).rpartition("/")
+        if whole_bytes.isdecimal() and int(whole_bytes) < start + num_bytes:
+            reply["Body"].close()
+            raise self._too_short(key, start + num_bytes)
+        if came != f"bytes {start}-{start + num_bytes - 1}" or reply["ContentLength"] != num_bytes:
+            reply["Body"].close()
+            raise ServiceUnavailableError(
+                f"{self.name}/{key}: asked for {span}, the server sent {came or 'no range'}",
+                hint="something on the way answers for the bucket",
+            )
+        self.meters.add(kind_of(key), down=0)
+        return RangeReply(str(reply["ETag"]), self._chunks(key, reply["Body"], num_bytes))
 
-        def rest() -> bytes:
-            extra = {"IfMatch": etag} if etag else {}
-            span = f"bytes={start + len(held)}-{start + num_bytes - 1}"
-            reply = self._client.get_object(Bucket=self.settings.name, Key=key, Range=span, **extra)
-            whole_bytes = int(str(reply["ContentRange"]).rpartition("/")[2])
-            if whole_bytes < start + num_bytes:
-                reply["Body"].close()
-                raise self._too_short(key, start + num_bytes)
-            for chunk in iter(lambda: reply["Body"].read(_CHUNK_BYTES), b""):
-                held.extend(chunk)
-            if len(held) < num_bytes:
-                raise IncompleteReadError(actual_bytes=len(held), expected_bytes=num_bytes)
-            return bytes(held)
-
-        data = self._call(key, rest)
-        self.meters.add(kind_of(key), down=len(data))
-        return data
+    def _chunks(self, key: str, body: Any, num_bytes: int) -> Generator[bytes, None, None]:
+        left = num_bytes
+        try:
+            while left:
+                with self._mapping(key):
+                    chunk = body.read(min(_CHUNK_BYTES, left))
+                    if not chunk:
+                        raise IncompleteReadError(actual_bytes=num_bytes - left, expected_bytes=num_bytes)
+                left -= len(chunk)
+                self.meters.add(kind_of(key), down=len(chunk), num_requests=0)
+                yield chunk
+        finally:
+            body.close()
 
     def create(self, key: str, data: bytes | bytearray | memoryview, *, kind: str = "") -> str:
         """Write an object that must not be there yet; returns its etag.
@@ -298,22 +340,30 @@ class Store:
         wait_seconds = 0.2
         while True:
             try:
-                return request()
-            except ClientError as error:
-                mapped = self._map(error, key, conditional)
-                cause: Exception = error
-            except NoCredentialsError as error:
-                raise AccessDeniedError(f"{self.name}: no key for the bucket", hint=_ACCESS_HINT) from error
-            except (NoConnectionError, HTTPClientError, IncompleteReadError, OSError) as error:
-                mapped, cause = self._unavailable(error), error
-            except BotoCoreError as error:
-                raise BucketError(f"{self.name}/{key}: {error}") from error
-            if not isinstance(mapped, ServiceUnavailableError) or time.monotonic() >= deadline:
-                raise mapped from cause
+                with self._mapping(key, conditional=conditional):
+                    return request()
+            except ServiceUnavailableError as error:
+                if time.monotonic() >= deadline:
+                    raise
+                cause = type(error.__cause__).__name__
             if self.on_retry is not None:
-                self.on_retry(f"waiting for the bucket: {type(cause).__name__}")
+                self.on_retry(f"waiting for the bucket: {cause}")
             time.sleep(wait_seconds * random.uniform(0.5, 1.0))
             wait_seconds = min(wait_seconds * 2, 5.0)
+
+    @contextmanager
+    def _mapping(self, key: str, *, conditional: bool = False) -> Iterator[None]:
+        """Turns what boto3 raises inside into errors of ours."""
+        try:
+            yield
+        except ClientError as error:
+            raise self._map(error, key, conditional) from error
+        except NoCredentialsError as error:
+            raise AccessDeniedError(f"{self.name}: no key for the bucket", hint=_ACCESS_HINT) from error
+        except (NoConnectionError, HTTPClientError, IncompleteReadError, OSError) as error:
+            raise self._unavailable(error) from error
+        except BotoCoreError as error:
+            raise BucketError(f"{self.name}/{key}: {error}") from error
 
     def _unavailable(self, error: Exception) -> ServiceUnavailableError:
         return ServiceUnavailableError(f"{self.name} does not answer: {error}", hint=_ENDPOINT_HINT)

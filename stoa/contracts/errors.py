@@ -68,6 +68,12 @@ class PortTakenError(ServiceError):
     """A local server cannot have its port."""
 
 
+class DiskFullError(StoaError):
+    """There is no room for a file. What is on disk stays; with room made, the same call goes on where it ended."""
+
+    retryable: ClassVar[bool] = True
+
+
 class BucketError(StoaError):
     """The bucket holds something other than what was asked for."""
 
