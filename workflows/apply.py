@@ -143,8 +143,18 @@ def _(event: StepResult, state: RunProgress, rules: RunInput, now: float) -> Run
     if event.status != "done":
         # A trainer that did not wait by itself would otherwise be asked in a tight loop.
         hold_seconds = STARVED_HOLD_SECONDS if event.wait_seconds < SHORT_WAIT_SECONDS else 0.0
-        return replace(state, starved_reason=event.reason[:MAX_TEXT], trainer_hold_until=now + hold_seconds)
-    after = replace(state, step=event.step, reward_mean=event.reward_mean, starved_reason="", num_failures=0, trainer_hold_until=0.0)
+        # Once a version: a fleet that is merely gone for hours must not cost an anchor each time the wait ends.
+        anchor_wanted = event.status == "starved" and state.anchored_version < state.version
+        return replace(state, starved_reason=event.reason[:MAX_TEXT], anchor_wanted=anchor_wanted, trainer_hold_until=now + hold_seconds)
+    after = replace(
+        state,
+        step=event.step,
+        reward_mean=event.reward_mean,
+        starved_reason="",
+        anchor_wanted=False,
+        num_failures=0,
+        trainer_hold_until=0.0,
+    )
     return _paused(after, f"alarm at step {event.step}: {event.alarm}") if event.alarm else after
 
 
@@ -157,6 +167,8 @@ def _(event: VersionPublished, state: RunProgress, rules: RunInput, now: float) 
         published_step=event.published.step,
         checkpoint_step=event.published.step if event.checkpoint else state.checkpoint_step,
         reward_published=state.reward_mean,
+        anchored_version=version if event.published.anchor_bytes else state.anchored_version,
+        anchor_wanted=False,
         num_failures=0,
     )
     plan = rules.evaluation

@@ -60,18 +60,17 @@ class Deal:
 def next_handings(deal: Deal, hosts: tuple[str, ...], now: float) -> tuple[Handed, ...]:
     """Open parts for idle hosts: one each, the most reliable hosts first.
 
-    A host is not given the part it failed last while another live host could take it.
+    A host is not given the part it failed last while another live host, which did not, could take it.
     """
     faults = {one.host: one for one in deal.faults}
     busy = {one.host for one in deal.handed}
     idle = [host for host in sorted(set(hosts)) if host not in busy and _has_cooled(faults.get(host), now)]
     idle.sort(key=lambda host: faults[host].num_faults if host in faults else 0)
-    others = len(set(hosts)) > 1
+    last = {host: faults[host].last_part if host in faults else -1 for host in hosts}
     handings: list[Handed] = []
     left = list(deal.open_parts())
     for host in idle:
-        avoided = faults[host].last_part if host in faults and others else -1
-        part = next((one for one in left if one != avoided), None)
+        part = next((one for one in left if last[host] != one or all(failed == one for failed in last.values())), None)
         if part is not None:
             left.remove(part)
             handings.append(Handed(part, host, now))

@@ -98,7 +98,7 @@ def next_for_trainer(state: RunProgress, rules: RunInput, now: float) -> Trainer
         return None
     if not state.token:
         return Acquire(state.lease_number + 1)
-    if state.step - state.published_step >= rules.steps_per_version:
+    if state.anchor_wanted or state.step - state.published_step >= rules.steps_per_version:
         return _publish(state, rules, checkpoint=_due(state.version + 1, rules.checkpoint_every_versions))
     return Train(state.step + 1)
 
@@ -114,7 +114,7 @@ def _closing_step(state: RunProgress, rules: RunInput) -> TrainerCommand | None:
 
 
 def _publish(state: RunProgress, rules: RunInput, *, checkpoint: bool) -> PublishVersion:
-    return PublishVersion(state.step, _due(state.version + 1, rules.anchor_every_versions), checkpoint)
+    return PublishVersion(state.step, state.anchor_wanted or _due(state.version + 1, rules.anchor_every_versions), checkpoint)
 
 
 def _due(version: int, every: int) -> bool:

@@ -76,6 +76,10 @@ class RunProgress:
     reward_mean: float = 0.0
     reward_published: float = 0.0
     starved_reason: str = ""
+    anchored_version: int = -1
+    """Last version that this run saw published with an anchor."""
+    anchor_wanted: bool = False
+    """No groups came: perhaps no Mac has a way to the newest version, because an object on it is damaged."""
     num_failures: int = 0
     """In a row, of the trainer."""
     trainer_hold_until: float = 0.0

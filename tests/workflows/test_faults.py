@@ -16,7 +16,7 @@ from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from temporalio.client import Client, WorkflowHandle
 
 from stoa.contracts import names
-from stoa.contracts.messages import Ask, EvaluationPlan, RunInput, RunResult, RunStatus, StopConditions
+from stoa.contracts.messages import Ask, EvaluationPlan, RunInput, RunResult, RunStatus, SessionStatus, StopConditions
 from tests.servers import TemporalServer
 from tests.workflows.folder import Folder
 from tests.workflows.stub_worker import HEARTBEAT_SECONDS
@@ -122,6 +122,18 @@ async def test_run_outlives_its_parts_and_no_group_counts_twice(client: Client, 
     await until(handle, lambda status: status.num_macs == 1)
     processes.start("mac", "mac-1")
     await until(handle, lambda status: status.num_macs == 2)
+
+    processes.kill("mac-2")  # and back before anybody has noticed: the new worker waits for the old one's silence
+    processes.start("mac", "mac-2")
+    sessions = client.get_workflow_handle(names.session_workflow_id(run, "mac-2"))
+    had = (await sessions.query(names.SESSION_QUERY, result_type=SessionStatus)).num_sweeps
+    for _ in range(100):
+        now = await sessions.query(names.SESSION_QUERY, result_type=SessionStatus)
+        if now.num_sweeps > had + 1:
+            break
+        await asyncio.sleep(0.2)
+    assert now.num_sweeps > had + 1
+    assert (now.state, now.num_redone <= 1) == ("live", True)  # 0 if it was waiting for room when it was killed
 
     before = await until(handle, lambda status: status.token > 0)
     processes.kill("box-1")

@@ -33,6 +33,13 @@ def test_failed_part_goes_to_another_host_at_once_and_the_failing_one_rests() ->
     assert next_handings(deal, ("a",), 6.0) == (Handed(0, "a", 6.0),)  # 5 s later, when nobody else can
 
 
+def test_part_that_every_host_failed_last_is_still_given_out() -> None:
+    deal = Deal(1)
+    for host in ("a", "b"):
+        deal = on_answer(hand(deal, (Handed(0, host, 0.0),)), bad(0, host), 1.0)
+    assert next_handings(deal, ("a", "b"), 10.0) == (Handed(0, "a", 10.0),)
+
+
 def test_silent_host_loses_its_part_and_a_late_answer_counts_once() -> None:
     deal = expire(hand(Deal(1), (Handed(0, "a", 0.0),)), 60.0, 59.0)
     assert deal.open_parts() == ()
@@ -65,7 +72,8 @@ def test_every_part_is_counted_exactly_once_whatever_is_answered(answers: list[t
         assert not {one.part for one in deal.done} & {one.part for one in deal.handed}
     for _ in range(100):
         now += 61.0
-        deal = hand(expire(deal, 60.0, now), next_handings(expire(deal, 60.0, now), ("a",), now))
+        deal = expire(deal, 60.0, now)
+        deal = hand(deal, next_handings(deal, ("a", "b", "c"), now))
         for one in deal.handed:
             deal = on_answer(deal, good(one.part, one.host), now)
     assert deal.is_done
