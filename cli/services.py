@@ -84,6 +84,16 @@ def start_services(house: Household, folder: Path, logs: Path, credentials: Cred
     raise AssertionError
 
 
+def start_bucket(house: Household, folder: Path, logs: Path, credentials: Credentials) -> str:
+    """Start the S3 server alone, on free ports, and wait until it answers; returns its endpoint."""
+    port, *other = _bucket_ports(Ports())
+    weed = _start_weed(house, folder, logs, credentials, port, other)
+    endpoint = f"http://{_HOST}:{port}"
+    store = Store(Bucket(endpoint=endpoint, head_interval_seconds=0.0), credentials)
+    _wait(weed, time.monotonic() + READY_SECONDS, lambda: _writes_work(store))
+    return endpoint
+
+
 def _start_both(house: Household, folder: Path, logs: Path, credentials: Credentials, ports: Ports) -> Services:
     temporal_port, ui_port, *temporal_other = _temporal_ports(ports)
     bucket_port, *bucket_other = _bucket_ports(ports)

@@ -13,9 +13,10 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from stoa.contracts.errors import DiskFullError
 
@@ -69,7 +70,7 @@ class Transfer:
     """Begun anew, or given up: nothing may be written any more."""
     _file: int = -1
     _journal: int = -1
-    _hash: "hashlib._Hash" = field(default_factory=hashlib.sha256)
+    _hash: Any = field(default_factory=hashlib.sha256)
     _hashed: int = 0
 
     @classmethod
@@ -208,18 +209,15 @@ def journal_of(path: Path) -> Path:
     return path.with_name(path.name + ".part.journal")
 
 
-class disk_errors:  # noqa: N801 - read as a phrase: `with disk_errors(path)`
-    """Turns the errors of a full disk into ours."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            raise DiskFullError(f"{self._path}: the disk is full", hint="make room: what was downloaded is kept") from error
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns the error of a full disk into ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise DiskFullError(f"{path}: the disk is full", hint="make room: what was downloaded is kept") from error
 
 
 def _names(wanted: Wanted) -> list[object]:
