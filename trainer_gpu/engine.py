@@ -163,8 +163,10 @@ class TrainerEngine:
         with self._working(request.run, progress):
             lease = self._held(request.token)
             self._check_step(lease, request.step)
-            if lease.last_published is not None and lease.last_published.step == request.step:
-                return lease.last_published
+            last = lease.last_published
+            # An anchor may be wanted of a step that was published without one: that is another version of the same weights.
+            if last is not None and last.step == request.step and bool(last.anchor_bytes) >= request.anchor:
+                return last
             policy = self._built(progress)
             saved = self._save(lease, policy, progress) if request.checkpoint else None
             return self._publish(lease, policy, anchor=request.anchor, checkpoint_key=saved.key if saved else None, progress=progress)

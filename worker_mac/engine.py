@@ -185,7 +185,8 @@ class MacEngine:
             return self._evaluate(request, head, idle_seconds, progress)
         self._versions.drop_pinned()
         with _reported_download(self._store, progress):
-            served, pulled = self._versions.newest(head)
+            oldest = max(request.min_version, head.version - self._config.learning.max_staleness_hard)
+            served, pulled = self._versions.newest(head, oldest)
         run = _Run(request, served, pulled, idle_seconds)
         shipped = self._shipped(request, head)
         missing = [index for index in range(len(request.question_ids)) if index not in shipped]
@@ -207,7 +208,7 @@ class MacEngine:
         """One part of an evaluation: one episode a question on the pinned version; one object."""
         with _reported_download(self._store, progress):
             if self._versions.version < head.version == request.version:
-                served, pulled = self._versions.newest(head)
+                served, pulled = self._versions.newest(head, request.version)
             else:
                 served, pulled = self._versions.pinned(head, request.version)
         run = _Run(request, served, pulled, idle_seconds)

@@ -83,8 +83,12 @@ class Versions:
         """The version in memory; -1 before the first."""
         return -1 if self._served is None else self._served.version
 
-    def newest(self, head: Head) -> tuple[Served, Pulled]:
-        """The weights `head` names, brought in if they are not here yet. Raises what the bucket raises, and WeightsError."""
+    def newest(self, head: Head, oldest: int) -> tuple[Served, Pulled]:
+        """The weights `head` names, brought in if they are not here yet.
+
+        While no way leads to them, because objects are missing or damaged, the live ones are played on with if they are
+        of version `oldest` or later: the next anchor is a way again. Raises what the bucket raises, and WeightsError.
+        """
         started = time.monotonic()
         self._stop_stager()
         if self._served is None:
@@ -93,7 +97,12 @@ class Versions:
             return self._served, Pulled()
         try:
             return self._advance(self._served, head, started)
-        except (WeightsError, FormatError, DigestError) as fault:
+        except (ObjectMissingError, DigestError) as fault:
+            if self._served.version < oldest:
+                raise
+            _log.warning("update_unreachable", version=head.version, playing=self._served.version, reason=fault.message)
+            return self._served, Pulled()
+        except (WeightsError, FormatError) as fault:
             _log.warning("weights_rebuilt", version=head.version, reason=fault.message)
             self._served = None
             return self._join(head, started)

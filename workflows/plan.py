@@ -4,7 +4,7 @@ Two lanes work side by side. The trainer's lane holds what a trainer does, one t
 small control activities, so that neither a long step nor an evaluation keeps a pause from reaching HEAD.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from stoa.contracts.messages import RunInput, RunState, RunStatus
@@ -98,7 +98,9 @@ def next_for_trainer(state: RunProgress, rules: RunInput, now: float) -> Trainer
         return None
     if not state.token:
         return Acquire(state.lease_number + 1)
-    if state.anchor_wanted or state.step - state.published_step >= rules.steps_per_version:
+    if state.anchor_wanted:
+        return replace(_publish(state, rules, checkpoint=_due(state.version + 1, rules.checkpoint_every_versions)), anchor=True)
+    if state.step - state.published_step >= rules.steps_per_version:
         return _publish(state, rules, checkpoint=_due(state.version + 1, rules.checkpoint_every_versions))
     return Train(state.step + 1)
 
@@ -114,7 +116,7 @@ def _closing_step(state: RunProgress, rules: RunInput) -> TrainerCommand | None:
 
 
 def _publish(state: RunProgress, rules: RunInput, *, checkpoint: bool) -> PublishVersion:
-    return PublishVersion(state.step, state.anchor_wanted or _due(state.version + 1, rules.anchor_every_versions), checkpoint)
+    return PublishVersion(state.step, _due(state.version + 1, rules.anchor_every_versions), checkpoint)
 
 
 def _due(version: int, every: int) -> bool:

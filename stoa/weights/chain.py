@@ -31,7 +31,14 @@ class Plan:
     """Bytes to download."""
 
 
-def plan(manifests: Sequence[Manifest], target: int, *, have: Mapping[int, str] | None = None, on_disk: Collection[str] = ()) -> Plan:
+def plan(
+    manifests: Sequence[Manifest],
+    target: int,
+    *,
+    have: Mapping[int, str] | None = None,
+    on_disk: Collection[str] = (),
+    anchors: Collection[int] | None = None,
+) -> Plan:
     """The plan with the fewest bytes to download, then the fewest hops, then the newest start.
 
     Weights at hand win over any anchor as long as the way from them downloads no more than a whole anchor: updating in
@@ -42,6 +49,7 @@ def plan(manifests: Sequence[Manifest], target: int, *, have: Mapping[int, str] 
         target: the wanted version.
         have: version -> state_id of weights at hand.
         on_disk: keys of deltas and of indexes of whole anchors whose bytes are here already.
+        anchors: versions of the anchors that may be started from; None for all that the manifests name.
 
     Raises:
         ObjectMissingError: no way leads to the target.
@@ -54,15 +62,16 @@ def plan(manifests: Sequence[Manifest], target: int, *, have: Mapping[int, str] 
         for version, state_id in (have or {}).items()
         if version in by_version and by_version[version].state_id == state_id
     ]
-    anchors = [
+    at_anchors = [
         Plan(anchor, anchor.version, (), 0 if anchor.index_key in on_disk else anchor.num_bytes)
         for anchor in {manifest.anchor for manifest in by_version.values()}
         if anchor.version in by_version and by_version[anchor.version].state_id == anchor.state_id
+        if anchors is None or anchor.version in anchors
     ]
     from_hand = _cheapest(by_version, at_hand, on_disk).get(target)
     if from_hand is not None and from_hand.num_bytes <= by_version[target].anchor.num_bytes:
         return from_hand
-    found = _cheapest(by_version, anchors, on_disk).get(target, from_hand)
+    found = _cheapest(by_version, at_anchors, on_disk).get(target, from_hand)
     if found is None:
         raise ObjectMissingError(f"no anchor or chain of deltas leads to version {target}", hint="look further back in the manifests")
     return found

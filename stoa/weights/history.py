@@ -6,14 +6,25 @@ returns bytes whose sha256 it has checked.
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeVar
+
+import structlog
 
 from stoa.bucket.head import Head
-from stoa.bucket.manifest import Manifest, read_manifest
+from stoa.bucket.manifest import AnchorRef, Manifest, read_manifest
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import SMALL_BYTES, Store, check_sha256
-from stoa.contracts.errors import FormatError, LayoutError, ObjectMissingError, WrongBaseError
+from stoa.contracts.errors import (
+    DigestError,
+    FormatError,
+    LayoutError,
+    ObjectMissingError,
+    ObjectTooLargeError,
+    StoaError,
+    WrongBaseError,
+    WrongStateError,
+)
 from stoa.weights.chain import Hop, Plan, plan
 from stoa.weights.container import MAX_INDEX_BYTES, DeltaHeader, counts_in, decode_anchor_part, decode_delta, decode_index
 from stoa.weights.layout import Layout, layout_of
@@ -25,6 +36,8 @@ MAX_WALK: Final = 64
 
 Fetch = Callable[[str, str, int], bytes]
 """(key, sha256, num_bytes) -> the bytes."""
+_Built = TypeVar("_Built")
+_log = structlog.get_logger()
 
 
 def layout_of_run(store: Store, document: RunDocument) -> Layout:
@@ -84,6 +97,57 @@ def walk(store: Store, document: RunDocument, newest: Manifest, down_to: int) ->
     return found
 
 
+@dataclass(slots=True)
+class Doubts:
+    """What a way to some weights must do without: objects that were found missing or damaged, and perhaps all roll-ups."""
+
+    keys: set[str] = field(default_factory=set)
+    rollups: bool = False
+
+    def noting(self, fetch: Fetch) -> Fetch:
+        """`fetch`, with each object noted that cannot be had."""
+
+        def noted(key: str, sha256: str, num_bytes: int) -> bytes:
+            try:
+                return fetch(key, sha256, num_bytes)
+            except (ObjectMissingError, DigestError, ObjectTooLargeError):
+                self.keys.add(key)
+                raise
+
+        return noted
+
+    def clear(self, manifest: Manifest) -> Manifest:
+        """The manifest without the deltas and roll-ups that are in doubt."""
+        delta = None if manifest.delta is not None and manifest.delta.key in self.keys else manifest.delta
+        rollups = () if self.rollups else tuple(ref for ref in manifest.rollups if ref.key not in self.keys)
+        return replace(manifest, delta=delta, rollups=rollups)
+
+    def of_anchor(self, anchor: AnchorRef) -> bool:
+        """True if the anchor's index or a part of it is in doubt; they share a folder."""
+        folder = anchor.index_key.rpartition("/")[0]
+        return any(key.rpartition("/")[0] == folder for key in self.keys)
+
+
+def by_any_way(attempt: Callable[[Doubts], _Built]) -> _Built:
+    """Try the cheapest way; while something on it is missing or damaged, the next one without that.
+
+    Damage that no single object can be blamed for is put down to roll-ups, once. Raises what was met first if no way is left.
+    """
+    doubts = Doubts()
+    first: StoaError | None = None
+    while True:
+        before = (len(doubts.keys), doubts.rollups)
+        try:
+            return attempt(doubts)
+        except (ObjectMissingError, ObjectTooLargeError, DigestError, FormatError, WrongBaseError, WrongStateError) as error:
+            _log.warning("way_refused", kind=type(error).__name__, message=error.message)
+            first = first or error
+            if len(doubts.keys) == before[0]:
+                doubts.rollups = True
+            if (len(doubts.keys), doubts.rollups) == before:
+                raise first from None
+
+
 def way_to(
     store: Store,
     document: RunDocument,
@@ -92,13 +156,14 @@ def way_to(
     have: Mapping[int, str] | None = None,
     on_disk: Collection[str] = (),
     disk_versions: Collection[int] = (),
-    rollups: bool = True,
+    doubts: Doubts | None = None,
 ) -> Plan:
     """The cheapest plan to `target`, reading as many manifests as it takes.
 
     have: version -> state_id of weights at hand. on_disk: keys whose bytes are here; disk_versions: versions of anchors
-    among them. rollups: False leaves roll-ups out, for when one proved wrong.
+    among them. doubts: what it must do without; then older anchors are looked at too.
     """
+    doubts = doubts or Doubts()
     known = {version: state_id for version, state_id in (have or {}).items() if version <= target.version}
     near = [v for v in (*known, *disk_versions) if target.anchor.version - MAX_WALK <= v <= target.version]
     # Weights at hand at or after the newest anchor are nearer than it; older ones are worth a look too.
@@ -106,9 +171,17 @@ def way_to(
     manifests = walk(store, document, target, down_to)
     if down_to > target.anchor.version and have and manifests[-1].state_id != have.get(down_to):
         manifests += walk(store, document, manifests[-1], target.anchor.version)[1:]
-    if not rollups:
-        manifests = [_without_rollups(manifest) for manifest in manifests]
-    return plan(manifests, target.version, have=known, on_disk=on_disk)
+    while True:
+        anchors = {manifest.anchor.version for manifest in manifests if not doubts.of_anchor(manifest.anchor)}
+        cleared = [doubts.clear(manifest) for manifest in manifests]
+        try:
+            return plan(cleared, target.version, have=known, on_disk=on_disk, anchors=anchors)
+        except ObjectMissingError:
+            oldest = manifests[-1]
+            further = min(oldest.anchor.version, oldest.version - 1)
+            if oldest.parent is None or further < target.anchor.version - MAX_WALK:
+                raise
+            manifests += walk(store, document, oldest, further)[1:]
 
 
 def rebuild(way: Plan, layout: Layout, run: str, fetch: Fetch) -> WeightState:
@@ -142,7 +215,3 @@ def decode_hop(hop: Hop, layout: Layout, run: str, data: bytes) -> Change:
     codec: Codec = PCO if ref.codec == PCO else NIBBLE
     header = DeltaHeader(run, ref.base, hop.version, ref.base_state_id, hop.state_id, layout.layout_id, codec)
     return decode_delta(data, header, counts_in(ref), layout)
-
-
-def _without_rollups(manifest: Manifest) -> Manifest:
-    return replace(manifest, rollups=())

@@ -42,7 +42,7 @@ from stoa.weights.container import (
     encode_index,
 )
 from stoa.weights.digest import state_id_of
-from stoa.weights.history import layout_of_run, manifest_of, rebuild, stored_bytes, way_to
+from stoa.weights.history import Doubts, by_any_way, layout_of_run, manifest_of, rebuild, stored_bytes, way_to
 from stoa.weights.layout import GROUP_SIZE, Layout, TensorSpec
 from stoa.weights.pulse import PCO, Change, counts_of, merge_positions
 from stoa.weights.state import Undo, WeightState
@@ -129,8 +129,12 @@ class Publisher:
         if self._parent is not None and self._parent.manifest_sha256 == head.manifest_sha256:
             return
         manifest = manifest_of(self._store, self._document, head)
-        plan = way_to(self._store, self._document, manifest)
-        self._mirror = rebuild(plan, self.layout, self._document.run, stored_bytes(self._store))
+
+        def attempt(doubts: Doubts) -> WeightState:
+            plan = way_to(self._store, self._document, manifest, doubts=doubts)
+            return rebuild(plan, self.layout, self._document.run, doubts.noting(stored_bytes(self._store)))
+
+        self._mirror = by_any_way(attempt)
         self._parent = Parent(manifest.version, head.manifest_key, head.manifest_sha256, manifest.state_id)
         self._anchor = manifest.anchor
         self._past = [_Published(manifest.version, manifest.state_id, None)]

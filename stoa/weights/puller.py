@@ -9,10 +9,9 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import structlog
 
@@ -23,17 +22,15 @@ from stoa.bucket.manifest import Manifest
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store, check_sha256
 from stoa.contracts.errors import (
-    DigestError,
     FormatError,
     ObjectMissingError,
     ReplayedError,
-    StoaError,
     WrongBaseError,
     WrongStateError,
 )
 from stoa.weights.chain import Plan
 from stoa.weights.container import decode_index
-from stoa.weights.history import changes_of, layout_of_run, manifest_of, rebuild, walk, way_to
+from stoa.weights.history import Doubts, by_any_way, changes_of, layout_of_run, manifest_of, rebuild, walk, way_to
 from stoa.weights.layout import Layout
 from stoa.weights.pulse import Change
 from stoa.weights.state import WeightState
@@ -42,7 +39,6 @@ KEPT_ANCHORS: Final = 2
 _MARK = "high_water.json"
 Mark = tuple[int, int, int]
 """Epoch, version and seq of a HEAD; none of them ever goes down."""
-_Built = TypeVar("_Built")
 _log = structlog.get_logger()
 
 
@@ -86,11 +82,11 @@ class Puller:
         target = self.manifest_at(head, version)
         started, before = time.monotonic(), self.bytes_downloaded
 
-        def attempt(rollups: bool) -> tuple[Plan, WeightState]:
-            way = self._way(target, {}, rollups)
-            return way, rebuild(way, self.layout, self._document.run, self._fetch)
+        def attempt(doubts: Doubts) -> tuple[Plan, WeightState]:
+            way = self._way(target, {}, doubts)
+            return way, rebuild(way, self.layout, self._document.run, doubts.noting(self._fetch))
 
-        way, state = self._without_rollups_if_wrong(attempt)
+        way, state = by_any_way(attempt)
         if version == head.version:
             self._prune(target)
         _log.info(
@@ -108,13 +104,13 @@ class Puller:
         target = self.manifest_at(head, head.version)
         before = self.bytes_downloaded
 
-        def attempt(rollups: bool) -> tuple[Plan, WeightState | None, list[Change]]:
-            way = self._way(target, {have_version: have_state_id}, rollups)
+        def attempt(doubts: Doubts) -> tuple[Plan, WeightState | None, list[Change]]:
+            way, fetch = self._way(target, {have_version: have_state_id}, doubts), doubts.noting(self._fetch)
             if way.anchor is not None:
-                return way, rebuild(way, self.layout, self._document.run, self._fetch), []
-            return way, None, changes_of(way, self.layout, self._document.run, self._fetch)
+                return way, rebuild(way, self.layout, self._document.run, fetch), []
+            return way, None, changes_of(way, self.layout, self._document.run, fetch)
 
-        _, rebuilt, changes = self._without_rollups_if_wrong(attempt)
+        _, rebuilt, changes = by_any_way(attempt)
         self._prune(target)
         return Staged(
             target.version,
@@ -202,7 +198,7 @@ class Puller:
             raise FormatError(f"{path} is not what this program writes", hint="remove it, or the machine's state folder") from error
         return epoch, version, seq
 
-    def _way(self, target: Manifest, have: dict[int, str], rollups: bool) -> Plan:
+    def _way(self, target: Manifest, have: dict[int, str], doubts: Doubts) -> Plan:
         root = keys.root(self._document.run)
         on_disk = {f"{root}deltas/{path.name}" for path in (self._folder / "deltas").glob("*")}
         versions: list[int] = []
@@ -210,7 +206,7 @@ class Puller:
             if self._is_complete(path):
                 on_disk.add(f"{root}anchors/{path.parent.name}/{path.name}")
                 versions.append(int(path.parent.name))
-        return way_to(self._store, self._document, target, have=have, on_disk=on_disk, disk_versions=versions, rollups=rollups)
+        return way_to(self._store, self._document, target, have=have, on_disk=on_disk, disk_versions=versions, doubts=doubts)
 
     def _is_complete(self, index: Path) -> bool:
         """True if every part that an anchor's index on disk names is there; their bytes are checked when read."""
@@ -219,18 +215,6 @@ class Puller:
         except FormatError:
             return False
         return all(self._path(part.key).is_file() for part in parts)
-
-    def _without_rollups_if_wrong(self, attempt: Callable[[bool], _Built]) -> _Built:
-        """Try with roll-ups; if something is missing or damaged, once more with plain deltas, which are other objects."""
-        try:
-            return attempt(True)
-        except (ObjectMissingError, DigestError, FormatError, WrongBaseError, WrongStateError) as error:
-            _log.warning("way_refused", kind=type(error).__name__, message=error.message)
-            first: StoaError = error
-        try:
-            return attempt(False)
-        except (ObjectMissingError, DigestError, FormatError, WrongBaseError, WrongStateError) as error:
-            raise error from first
 
     def _fetch(self, key: str, sha256: str, num_bytes: int) -> bytes:
         """Bytes of an object by way of the disk cache."""

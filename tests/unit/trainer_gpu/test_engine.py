@@ -1,6 +1,7 @@
 """A trainer against a real bucket: one version, a death, a successor, and a lineage without repeats."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,6 +138,21 @@ def test_old_head_put_back_is_refused_before_anything_is_written(handle: RunHand
     handle.store.delete([keys.head("test")])
     with pytest.raises(ReplayedError):
         successor.acquire(AcquireRequest("test", 2, min_version=1), 1, Reports())
+
+
+@pytest.mark.loop
+def test_anchor_of_a_step_that_was_published_without_one_is_another_version(engines: list[TrainerEngine]) -> None:
+    engine = engines[0]
+    engine.acquire(AcquireRequest("test", 1), 1, Reports())
+    plain, anchored = (PublishRequest("test", 1001, 0, anchor=anchor, checkpoint=False) for anchor in (False, True))
+    first = engine.publish(anchored, Reports())
+    assert (first.version, first.anchor_bytes > 0) == (0, True)
+    engine.acquire(AcquireRequest("test", 2), 1, Reports())
+    plain, anchored = (replace(request, token=2001) for request in (plain, anchored))
+    assert engine.publish(plain, Reports()).version == 1
+    second = engine.publish(anchored, Reports())
+    assert (second.version, second.anchor_bytes > 0) == (2, True)
+    assert engine.publish(anchored, Reports()) == engine.publish(plain, Reports()) == second
 
 
 @pytest.mark.loop

@@ -375,6 +375,32 @@ def test_missing_delta_without_another_way_is_a_typed_error(run: SmallRun, tmp_p
         Puller(run.store, run.document, tmp_path / "mac").join(run.head)
 
 
+def test_update_goes_by_way_of_an_anchor_where_a_delta_is_gone(run: SmallRun, tmp_path):
+    run.publish_many(6, anchor_every=4)
+    puller = Puller(run.store, run.document, tmp_path / "mac")
+    state = puller.build(run.head, 2)
+    newest = manifest_of(run.store, run.document, run.head)
+    later = walk(run.store, run.document, newest, 3)
+    between = [ref.key for manifest in later for ref in (manifest.delta, *manifest.rollups) if ref is not None and ref.base < 4]
+    run.store.delete(between)
+    staged = puller.stage(run.head, 2, state.state_id())
+    puller.apply(staged, state)
+    assert state.state_id() == newest.state_id
+
+
+@pytest.mark.parametrize("name", ["index", "0000"])
+def test_join_and_new_trainer_go_back_to_an_older_anchor_where_the_newest_is_damaged(run: SmallRun, tmp_path, name: str):
+    run.publish_many(7, anchor_every=3)
+    newest = next(found.key for found in run.store.list(f"{keys.root('small')}anchors/00000006/") if f"/{name}-" in found.key)
+    overwrite(run.store, newest, flip(run.store.get(newest, max_bytes=1 << 20).data, 99))
+    wanted = manifest_of(run.store, run.document, run.head).state_id
+    assert Puller(run.store, run.document, tmp_path / "mac").join(run.head).state_id() == wanted
+    publisher = run.new_publisher()
+    publisher.load_published(run.head)
+    assert publisher.mirror is not None
+    assert publisher.mirror.state_id() == wanted
+
+
 def test_damaged_anchor_part_is_refused(run: SmallRun, tmp_path):
     run.publish()
     key = next(item.key for item in run.store.list(keys.root("small") + "anchors/") if item.key.endswith("safetensors"))

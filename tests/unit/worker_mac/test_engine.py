@@ -11,7 +11,7 @@ import pytest
 from environments.base import Limits, Reply
 from stoa.bucket import keys
 from stoa.bucket.store import Store
-from stoa.contracts.errors import InfrastructureFaultError, StarvedError
+from stoa.contracts.errors import InfrastructureFaultError, ObjectMissingError, StarvedError
 from stoa.contracts.messages import SweepRequest, SweepResult
 from stoa.rollouts.records import Group
 from stoa.rollouts.shard import MAX_GROUP_BYTES, decode_group
@@ -105,6 +105,20 @@ def test_a_delta_is_staged_during_a_sweep_and_applied_before_the_next(published:
     assert third.version == 3
     assert {group.state_id for group in groups_of(published.store, 3, 2).values()} == {state_id}
     assert third.bytes_down < published.layout.num_bytes / 4
+
+
+def test_a_mac_that_cannot_reach_the_newest_version_plays_on_within_the_bound(published: Publishing, make: object) -> None:
+    engine = make()
+    assert engine.sweep(train_request(0), Quiet()).version == 0
+    published.publish()
+    published.store.delete([found.key for found in published.store.list(f"{keys.root('demo')}deltas/")])
+    played = engine.sweep(train_request(1), Quiet())
+    assert (played.status, played.version) == ("done", 0)
+    assert set(groups_of(published.store, 0, 1)) == set(range(8))
+    with pytest.raises(ObjectMissingError):
+        engine.sweep(train_request(2, min_version=1), Quiet())
+    published.publish(anchor=True)
+    assert engine.sweep(train_request(2, min_version=1), Quiet()).version == 2
 
 
 def test_the_same_sweep_on_two_machines_in_two_states_gives_the_same_groups(published: Publishing, make: object, tmp_path: Path) -> None:

@@ -143,6 +143,20 @@ def test_run_ends_whatever_fails_and_its_chain_of_versions_has_no_hole(fates: li
     assert not state.wanted
 
 
+def test_starved_run_publishes_one_anchor_of_a_version_and_no_more() -> None:
+    """No Mac may have a way to the newest version: an anchor is one. A fleet that is only gone costs one, not one a wait."""
+    state = replace(RunProgress(1000.0), token=1001, version=3, step=10, published_step=8, anchored_version=2)
+    starved = StepResult("starved", 11, reason="no groups", wait_seconds=300)
+    state = apply(starved, state, RULES, 2000.0)
+    assert plan.next_for_trainer(state, RULES, 2000.0) == plan.PublishVersion(10, anchor=True, checkpoint=True)
+    state = apply(VersionPublished(Published(4, 10, "m", anchor_bytes=9), True), state, RULES, 2001.0)
+    assert plan.next_for_trainer(state, RULES, 2001.0) == plan.Train(11)
+    state = apply(starved, state, RULES, 3000.0)
+    assert plan.next_for_trainer(state, RULES, 3000.0) == plan.Train(11)
+    ended = apply(StepResult("stopped", 11, reason="asked to end"), replace(state, version=5), RULES, 3000.0)
+    assert plan.next_for_trainer(ended, RULES, 3100.0) == plan.Train(11)
+
+
 def test_without_failures_every_step_is_done_once_and_published_by_cadence() -> None:
     world = Simulation(RULES, [])
     world.run()
