@@ -14,6 +14,7 @@
     runs/<run>/checkpoints/e<epoch>/s<step:08d>/<name>
     runs/<run>/evals/v<version:08d>/<evaluation>/<part:04d>-<host>.safetensors.zst
     runs/<run>/evals/v<version:08d>/<evaluation>/summary.json
+    runs/<run>/retention/<unix seconds:010d>.json
 
 `sha16` is the first 16 hex digits of the sha256 of the object's bytes.
 """
@@ -28,7 +29,11 @@ from stoa.contracts.ids import is_name
 
 _GROUP = re.compile(r"runs/([a-z0-9-]+)/groups/v(\d{8})/([a-z0-9-]+)/(\d{8})/(\d{2})\.safetensors\.zst")
 _STEP = re.compile(r"runs/([a-z0-9-]+)/steps/e(\d+)/s(\d{8})\.json")
+_DROPS = re.compile(r"runs/([a-z0-9-]+)/drops/e(\d+)/\d{8}\.json")
 _CHECKPOINT = re.compile(r"runs/([a-z0-9-]+)/checkpoints/e(\d+)/s(\d{8})/([a-zA-Z0-9.-]+)")
+_MANIFEST = re.compile(r"runs/([a-z0-9-]+)/manifests/(\d{8})\.e(\d+)-[0-9a-f]{16}\.json")
+_DELTA = re.compile(r"runs/([a-z0-9-]+)/deltas/(\d{8})-(\d{8})-[0-9a-f]{16}\.safetensors")
+_ANCHOR = re.compile(r"runs/([a-z0-9-]+)/anchors/(\d{8})/(?:index-[0-9a-f]{16}\.json|\d{4}-[0-9a-f]{16}\.safetensors)")
 _GRANT = re.compile(r"runs/([a-z0-9-]+)/grants/([a-z0-9-]+)/(\d{8})\.json")
 
 _Parts = TypeVar("_Parts")
@@ -71,6 +76,24 @@ class GrantKey:
     run: str
     host: str
     sweep: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaKey:
+    """The parts of the key of a delta or roll-up."""
+
+    run: str
+    base: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionKey:
+    """The parts of the key of a manifest, or of one object of an anchor (which says no epoch)."""
+
+    run: str
+    version: int
+    epoch: int = 0
 
 
 def root(run: str) -> str:
@@ -190,6 +213,43 @@ def evals_prefix(run: str) -> str:
     return f"{root(run)}evals/"
 
 
+def retention_prefix(run: str) -> str:
+    """Prefix of the notices of what will be deleted."""
+    return f"{root(run)}retention/"
+
+
+def retention_notice(run: str, at: int) -> str:
+    """Notice, written at this Unix second, of what will be deleted, create-only."""
+    return f"{retention_prefix(run)}{at:010d}.json"
+
+
+def parse_manifest(key: str) -> VersionKey:
+    """Parts of a manifest's key. Raises FormatError for anything else."""
+    found = _MANIFEST.fullmatch(key)
+    if found is None:
+        raise FormatError(f"{key!r} is not the key of a manifest")
+    run, version, epoch = found.groups()
+    return VersionKey(run, int(version), int(epoch))
+
+
+def parse_delta(key: str) -> DeltaKey:
+    """Parts of the key of a delta or roll-up. Raises FormatError for anything else."""
+    found = _DELTA.fullmatch(key)
+    if found is None:
+        raise FormatError(f"{key!r} is not the key of a delta")
+    run, base, version = found.groups()
+    return DeltaKey(run, int(base), int(version))
+
+
+def parse_anchor(key: str) -> VersionKey:
+    """Parts of the key of one object of an anchor. Raises FormatError for anything else."""
+    found = _ANCHOR.fullmatch(key)
+    if found is None:
+        raise FormatError(f"{key!r} is not the key of an anchor's object")
+    run, version = found.groups()
+    return VersionKey(run, int(version))
+
+
 def parse_group(key: str) -> GroupKey:
     """Parts of a group's key. Raises FormatError for anything else."""
     found = _GROUP.fullmatch(key)
@@ -206,6 +266,14 @@ def parse_step(key: str) -> StepKey:
         raise FormatError(f"{key!r} is not the key of a step manifest")
     run, epoch, step = found.groups()
     return StepKey(run, int(epoch), int(step))
+
+
+def parse_drop_note(key: str) -> int:
+    """Epoch of a drop note's key. Raises FormatError for anything else."""
+    found = _DROPS.fullmatch(key)
+    if found is None:
+        raise FormatError(f"{key!r} is not the key of a drop note")
+    return int(found.group(2))
 
 
 def parse_checkpoint(key: str) -> CheckpointKey:
