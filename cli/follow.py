@@ -18,8 +18,11 @@ from stoa.bucket.run_document import RunDocument, read_run
 from stoa.bucket.store import Store
 from stoa.config.load import load_run
 from stoa.config.run import RunConfig, Stop
+from stoa.contracts.errors import ServiceUnavailableError
 
 POLL_SECONDS: Final = 2.0
+OUTAGE_SECONDS: Final = 900.0
+"""A server may be away this long before following ends; the run rides it out by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +50,26 @@ def find_run(run: str, config: Path | None, *, temporal: bool = True) -> Iterato
 
 
 def follow(found: Found, max_steps: int, ui_url: str = "") -> RunRecord:
-    """Show a run until it has ended; returns its record. Ctrl-C ends the following, not the run."""
+    """Show a run until it has ended; returns its record. Ctrl-C ends the following, not the run.
+
+    Raises ServiceUnavailableError once a server has been away for `OUTAGE_SECONDS`.
+    """
     run = found.document.run
+    away_since = 0.0
     with Progress(max_steps, ui_url) as progress:
         while True:
-            record = found.collector.collect()
-            progress.show(record)
-            if record.state in ("stopped", "failed") and not found.control.is_running(run):
-                return record
+            try:
+                record = found.collector.collect()
+                progress.show(record)
+                away_since = 0.0
+                if record.state in ("stopped", "failed") and not found.control.is_running(run):
+                    return record
+            except ServiceUnavailableError as problem:
+                if not away_since:
+                    away_since = time.monotonic()
+                    progress.say(f"waiting: {problem.message}")
+                if time.monotonic() - away_since > OUTAGE_SECONDS:
+                    raise
             time.sleep(POLL_SECONDS)
 
 

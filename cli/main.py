@@ -71,11 +71,11 @@ def main(tokens: Sequence[str] | None = None) -> NoReturn:
 
 def run(tokens: Sequence[str]) -> Exit:
     """Run one command; every error becomes a message on stderr and a code."""
-    if not {"--help", "-h", "--version"} & set(tokens):
-        from stoa.telemetry import log
-
-        log.configure(level="warning", json_lines=False)
     try:
+        if not {"--help", "-h", "--version"} & set(tokens):
+            from stoa.telemetry import log
+
+            log.configure(level="warning", json_lines=False)
         result = build()(tokens, exit_on_error=False, print_error=False)
     except CycloptsError as problem:
         say.error(_usage_text(problem), "see `stoa --help`")

@@ -366,6 +366,7 @@ class MacEngine:
         mark = self._folder / "last_sweep"
         last = int(mark.read_text("ascii")) if mark.is_file() else None
         part = mark.with_name("last_sweep.part")
+        self._folder.mkdir(parents=True, exist_ok=True)
         part.write_text(f"{max(request.sweep, last or 0)}\n", "ascii")
         part.replace(mark)
         if last is not None and request.sweep > last:

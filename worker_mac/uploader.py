@@ -42,12 +42,16 @@ class Spool:
         """Keep an object until it is removed."""
         path = self._path(key)
         part = path.with_name(path.name + _PART)
+        self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it under a living worker
         part.write_bytes(data)
         part.replace(path)
 
-    def read(self, key: str) -> bytes:
-        """The bytes kept under this key."""
-        return self._path(key).read_bytes()
+    def read(self, key: str) -> bytes | None:
+        """The bytes kept under this key; None if somebody removed them."""
+        try:
+            return self._path(key).read_bytes()
+        except FileNotFoundError:
+            return None
 
     def remove(self, key: str) -> None:
         """Forget an object."""
@@ -143,6 +147,9 @@ class Uploader:
     def _send(self, key: str) -> bool:
         """Send one object, waiting out outages; False if closing came first."""
         data, wait_seconds = self._spool.read(key), FIRST_WAIT_SECONDS
+        if data is None:
+            _log.warning("spooled_object_lost", key=key)
+            return True
         while True:
             try:
                 self._target.create(key, data)

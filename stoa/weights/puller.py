@@ -185,6 +185,7 @@ class Puller:
         if _mark_of(head) > self._mark:
             self._mark = _mark_of(head)
             part = self._folder / f"{_MARK}.part"
+            self._folder.mkdir(parents=True, exist_ok=True)
             part.write_text(json.dumps(self._mark), encoding="ascii")
             part.replace(self._folder / _MARK)
 

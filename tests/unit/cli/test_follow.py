@@ -1,9 +1,15 @@
 """A run that got what it was started for is told from one whose time was over."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
-from cli.follow import reached
+from cli.follow import Found, follow, reached
+from cli.report.record import RunRecord
 from stoa.config.run import Stop
+from stoa.contracts.errors import ServiceUnavailableError
 from tests.unit.cli.records import record
 
 
@@ -21,3 +27,23 @@ from tests.unit.cli.records import record
 )
 def test_reached(stop: Stop, done: bool) -> None:
     assert reached(stop, record()) is done
+
+
+def test_following_outlives_an_outage_of_the_bucket(capsys: pytest.CaptureFixture[str]) -> None:
+    """The run rides it out; whoever watches it must not be told that it failed."""
+    ended = replace(record(), state="stopped")
+    answers: list[RunRecord | ServiceUnavailableError] = [ServiceUnavailableError("the bucket does not answer"), ended]
+
+    def collect() -> RunRecord:
+        answer = answers.pop(0)
+        if isinstance(answer, ServiceUnavailableError):
+            raise answer
+        return answer
+
+    found = SimpleNamespace(
+        document=SimpleNamespace(run="demo"),
+        collector=SimpleNamespace(collect=collect),
+        control=SimpleNamespace(is_running=lambda _: False),
+    )
+    assert follow(cast(Found, found), 8) == ended
+    assert "waiting: the bucket does not answer" in capsys.readouterr().err

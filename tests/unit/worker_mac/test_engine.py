@@ -1,4 +1,5 @@
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -105,6 +106,15 @@ def test_a_delta_is_staged_during_a_sweep_and_applied_before_the_next(published:
     assert third.version == 3
     assert {group.state_id for group in groups_of(published.store, 3, 2).values()} == {state_id}
     assert third.bytes_down < published.layout.num_bytes / 4
+
+
+def test_state_folder_removed_under_a_living_worker_is_made_again(published: Publishing, make: object, tmp_path: Path) -> None:
+    engine = make()
+    assert engine.sweep(train_request(0), Quiet()).status == "done"
+    shutil.rmtree(engine._folder)
+    published.publish()
+    played = engine.sweep(train_request(1), Quiet())
+    assert (played.status, played.version) == ("done", 1)
 
 
 def test_a_mac_that_cannot_reach_the_newest_version_plays_on_within_the_bound(published: Publishing, make: object) -> None:

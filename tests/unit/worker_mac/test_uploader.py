@@ -1,3 +1,4 @@
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,21 @@ def test_an_outage_is_waited_out(tmp_path: Path) -> None:
     uploader.close()
     assert target.objects == {"runs/r/a": b"one"}
     assert target.tries >= 3
+
+
+def test_spool_that_was_removed_under_a_living_worker_costs_only_what_was_in_it(tmp_path: Path) -> None:
+    target = Target()
+    target.fault = ServiceUnavailableError("away")
+    uploader = Uploader(target, Spool(tmp_path / "spool"))
+    for key in ("runs/r/a", "runs/r/b"):
+        uploader.put(key, b"one")
+    shutil.rmtree(tmp_path / "spool")
+    target.fault = None
+    uploader.put("runs/r/c", b"two")
+    assert uploader.wait(10)
+    uploader.close()
+    assert target.objects["runs/r/c"] == b"two"
+    assert "runs/r/b" not in target.objects
 
 
 def test_a_key_taken_by_other_bytes_is_counted_and_given_up(tmp_path: Path) -> None:
