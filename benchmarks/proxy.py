@@ -105,7 +105,6 @@ class FaultProxy:
         self._chance = random.Random(self.faults.seed)
         self._link = _Bucket(self.faults.link_rate)
         self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
         listener = socket.create_server(("127.0.0.1", 0))
         scheme = "https" if self.tls else "http"
         ready = threading.Event()
@@ -125,16 +124,14 @@ class FaultProxy:
         ready.set()
         self._loop.run_forever()
         server.close()
-        for task in self._tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        while left := asyncio.all_tasks(self._loop):
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of a client, with one of its own to the server."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
         self.counts.num_connections += 1
         writer.transport.set_write_buffer_limits(0)  # `drain` then waits until the kernel has it all
         parts = urlsplit(self.server)
@@ -154,7 +151,6 @@ class FaultProxy:
                 up.cancel()
             with suppress(OSError):
                 writer.close()
-            self._tasks.discard(task)
 
     async def _up(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to_server: asyncio.StreamWriter, asked: "asyncio.Queue[float]"
