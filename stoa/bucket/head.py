@@ -15,11 +15,12 @@ from pydantic import ConfigDict, TypeAdapter
 from stoa.bucket import keys
 from stoa.bucket.manifest import Signer, read_signed, write_signed
 from stoa.bucket.store import SMALL_BYTES, Store, Stored
-from stoa.contracts.errors import FencedError, FormatError, ObjectMissingError, PreconditionError, ServiceUnavailableError
+from stoa.contracts.errors import FencedError, FormatError, ObjectMissingError, PreconditionError, ServiceUnavailableError, SignatureError
 from stoa.contracts.messages import RunState
 
 HEAD_FORMAT: Final = "stoa-head-1"
 _MAX_SWAPS: Final = 8
+_RESTORE_HINT: Final = "put the newest good HEAD.json back from the bucket's older versions, then `stoa resume RUN`: all else is kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,10 @@ def _first(run: str) -> Head:
 
 
 def _parse(stored: Stored, run: str, public_key: str) -> Head:
-    head = read_signed(_HEAD, stored.data, public_key, keys.head(run))
+    try:
+        head = read_signed(_HEAD, stored.data, public_key, keys.head(run))
+    except (FormatError, SignatureError) as error:
+        raise type(error)(f"HEAD of run {run} is not one that a trainer of this run wrote: {error.message}", hint=_RESTORE_HINT) from error
     if head.format != HEAD_FORMAT or head.run != run:
         raise FormatError(f"{keys.head(run)} is a {head.format} of run {head.run}")
     return head

@@ -218,3 +218,13 @@ def test_head_of_another_key_torn_or_of_another_run_is_refused(store: Store):
     store.create(keys.head("other"), good.data)
     with pytest.raises(FormatError, match="run demo"):
         read_head(store, "other", SIGNER.public_key)
+
+
+@pytest.mark.parametrize("data", [b"garbage", b"{}", b""])
+def test_overwritten_head_says_what_to_do(store: Store, data: bytes):
+    writer(store).acquire(1000)
+    store.delete([keys.head("demo")])
+    store.create(keys.head("demo"), data)
+    with pytest.raises((FormatError, SignatureError), match="HEAD of run demo is not one") as caught:
+        writer(store).acquire(2000)
+    assert "older versions" in caught.value.hint
