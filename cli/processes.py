@@ -136,7 +136,8 @@ class Household:
             child.process.wait()
             self._children.remove(child)
             self._tell_guard(f"-{child.identity.pid}")
-        self._write_file()
+        with contextlib.suppress(OSError):  # a full disk must not keep anything running
+            self._write_file()
 
     def _tell_guard(self, line: str) -> None:
         pipe: IO[bytes] | None = self._guard.stdin if self._guard is not None else None

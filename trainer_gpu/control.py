@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -38,6 +39,8 @@ _log = structlog.get_logger(__name__)
 POLL_SECONDS: Final = 0.5
 WORKER_HEARTBEAT_SECONDS: Final = 10.0
 GRACEFUL_SECONDS: Final = 5.0
+END_SECONDS: Final = 12.0
+"""Without a parent this process is gone after so long, whatever its threads wait for: a bucket may be away for minutes."""
 
 
 class _Control:
@@ -125,12 +128,17 @@ class _Control:
 
 
 def _on_end_of_input(tell: Callable[[], object]) -> None:
-    """Call `tell` once standard input ends; a daemon thread, since a pipe's read cannot be awaited on every system."""
+    """Call `tell` once standard input ends, and end the process if that does not within `END_SECONDS`.
+
+    A daemon thread, since a pipe's read cannot be awaited on every system.
+    """
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
         tell()
+        time.sleep(END_SECONDS)
+        os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
 

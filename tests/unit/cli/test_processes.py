@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,3 +161,11 @@ def _created(pid: int) -> float:
     import psutil
 
     return psutil.Process(pid).create_time()
+
+
+def test_processes_end_also_where_their_list_cannot_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "house"
+    with Household(folder) as house:
+        children = [house.start(name, SLEEP, env={}, log=tmp_path / "log") for name in ("one", "two")]
+        shutil.rmtree(folder)
+    assert all(gone(child.identity.pid) for child in children)

@@ -144,3 +144,22 @@ async def test_sessions_and_run_meet_across_namespaces_and_the_process_ends_with
     assert control.stdin is not None
     control.stdin.close()
     assert control.wait(20) == 0
+
+
+STUCK = """
+import threading, time
+from trainer_gpu import control
+control.END_SECONDS = 0.5
+control._on_end_of_input(lambda: None)
+print("ready", flush=True)
+threading.Thread(target=time.sleep, args=(50,)).start()  # as one that rides out an outage of the bucket
+"""
+
+
+def test_process_without_a_parent_ends_whatever_its_threads_wait_for() -> None:
+    stuck = subprocess.Popen([sys.executable, "-c", STUCK], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert stuck.stdin is not None and stuck.stdout is not None
+    assert stuck.stdout.readline() == b"ready\n"
+    assert stuck.poll() is None
+    stuck.stdin.close()
+    assert stuck.wait(20) == 1
