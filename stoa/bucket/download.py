@@ -74,7 +74,10 @@ class Downloads:
         self._busy: set[Transfer] = set()
         """Transfers that one thread hashes, checks or renames, outside the lock."""
         self._num_threads = 0
+        self._failed: dict[str, BucketError] = {}
+        """Objects that cannot be had, and why; the others go on."""
         self._error: Exception | None = None
+        """What ended everything: the server, the disk."""
         self._over = threading.Event()
         self._retry_reason = ""
         self.num_bytes = 0
@@ -93,12 +96,9 @@ class Downloads:
         self._over.set()
         with self._changed:
             self._changed.notify_all()
-            while self._busy:
-                self._changed.wait()
             for transfer in self._transfers:
                 with contextlib.suppress(DiskFullError):
-                    for piece in transfer.pieces:
-                        transfer.note(piece)
+                    self._close(transfer)
                 transfer.close()
 
     def wait(self, key: str) -> None:
@@ -112,8 +112,8 @@ class Downloads:
         """
         while True:
             with self._changed:
-                if self._error is not None:
-                    raise self._error
+                if (failure := self._failed.get(key) or self._error) is not None:
+                    raise failure
                 if any(transfer.wanted.key == key and transfer.done for transfer in self._transfers):
                     return
                 if not self._num_threads:
@@ -124,20 +124,23 @@ class Downloads:
                 self._store.on_retry(reason)
 
     def _work(self) -> None:
-        """One thread: takes pieces until nothing is left to do. Whatever ends it badly ends all of them."""
+        """One thread: takes pieces until nothing is left to do. A server or a disk that fails it ends all of them."""
         try:
             while not self._over.is_set():
                 with self._changed:
                     task = self._next()
                     if task is None:
-                        if all(transfer.done for transfer in self._transfers):
+                        if all(transfer.done or transfer.dead for transfer in self._transfers):
                             return
                         self._changed.wait(0.1)
                         continue
-                if isinstance(task, Piece):
-                    self._fly(task)
-                else:
-                    self._finish(task)
+                try:
+                    if isinstance(task, Piece):
+                        self._fly(task)
+                    else:
+                        self._finish(task)
+                except BucketError as error:
+                    self._give_up(task.transfer if isinstance(task, Piece) else task, error)
         except (StoaError, OSError) as error:
             self._error = self._error or error
             self._over.set()
@@ -224,19 +227,36 @@ class Downloads:
         """The object has other bytes than were promised, or than before: forget what came, unless it was tried often."""
         key = old.wanted.key
         with self._changed:
-            while old in self._busy:
-                self._changed.wait()
-            if old.dead:
+            if not self._close(old):
                 return
-            for piece in old.pieces:
-                piece.end = piece.at
-            old.close()
             self._tries[key] += 1
             if self._tries[key] > MIN_TRIES:
                 raise cause
             fresh = Transfer(old.wanted, [(0, old.wanted.num_bytes)] if old.wanted.num_bytes else [])
             self._transfers[self._transfers.index(old)] = fresh
             self._changed.notify_all()
+
+    def _give_up(self, transfer: Transfer, error: BucketError) -> None:
+        """An object cannot be had."""
+        with self._changed:
+            if transfer in self._transfers:
+                self._failed.setdefault(transfer.wanted.key, error)
+                self._close(transfer)
+                transfer.missing.clear()
+                transfer.forget()
+            self._changed.notify_all()
+
+    def _close(self, transfer: Transfer) -> bool:
+        """Take everything away from the threads that work on a file, and close it; False if that was done before."""
+        while transfer in self._busy:
+            self._changed.wait()
+        if transfer.dead:
+            return False
+        for piece in transfer.pieces:
+            transfer.note(piece)
+            piece.end = piece.at
+        transfer.close()
+        return True
 
     def _hash_on(self, transfer: Transfer) -> None:
         """Hash what is here from the start on, if no other thread does, so that little is left to hash at the end."""

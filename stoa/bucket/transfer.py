@@ -185,18 +185,23 @@ class Transfer:
                 os.fsync(self._file)
                 part.replace(self.wanted.path)
                 _sync_folder(part.parent)
-        else:
-            part.unlink(missing_ok=True)
-        journal_of(self.wanted.path).unlink(missing_ok=True)
+        self.forget()
         return right
 
     def close(self) -> None:
-        """Let go of the files; what is in them stays."""
+        """Let go of the files; what is in them stays, if anything is."""
         self.dead = True
         for file in (self._file, self._journal):
             if file >= 0:
                 os.close(file)
         self._file = self._journal = -1
+        if not self.etag:
+            self.forget()
+
+    def forget(self) -> None:
+        """Remove the part and its journal."""
+        part_of(self.wanted.path).unlink(missing_ok=True)
+        journal_of(self.wanted.path).unlink(missing_ok=True)
 
 
 def part_of(path: Path) -> Path:

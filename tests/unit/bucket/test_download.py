@@ -145,9 +145,8 @@ def test_object_with_other_bytes_leaves_no_file(store: Store, tmp_path):
 
 def test_link_that_flips_bits_is_found_by_the_sha256(store: Store, tmp_path):
     store.create("k/big", DATA)
-    with fault_proxy(store.settings.endpoint, Faults(garbage_every_bytes=1e6)) as (_, endpoint):
-        with pytest.raises(DigestError):
-            fetch(through(store, endpoint), "k/big", tmp_path / "big", num_bytes=len(DATA), sha256=SHA256)
+    with fault_proxy(store.settings.endpoint, Faults(garbage_every_bytes=1e6)) as (_, endpoint), pytest.raises(DigestError):
+        fetch(through(store, endpoint), "k/big", tmp_path / "big", num_bytes=len(DATA), sha256=SHA256)
     assert list(tmp_path.iterdir()) == []
     assert fetch(store, "k/big", tmp_path / "big", num_bytes=len(DATA), sha256=SHA256) == len(DATA)
 
@@ -254,7 +253,7 @@ def test_caller_that_stops_a_download_keeps_what_came(store: Store, tmp_path):
         with pytest.raises(ServiceUnavailableError, match="asked to end"):
             fetch(far, "k/big", tmp_path / "big", num_bytes=len(DATA), sha256=SHA256)
     assert journal_of(tmp_path / "big").exists()
-    assert fetch(store, "k/big", tmp_path / "big", num_bytes=len(DATA), sha256=SHA256) < len(DATA) // 2
+    assert fetch(store, "k/big", tmp_path / "big", num_bytes=len(DATA), sha256=SHA256) < 0.7 * len(DATA)
 
 
 FULL = """
