@@ -6,6 +6,7 @@ the workflow starts only after run.json is there.
 
 import asyncio
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -80,8 +81,30 @@ def check(config: RunConfig) -> Layout:
     if not isinstance(model_config, dict):
         raise CheckpointError(f"{folder}/config.json: not a table")
     layout = layout_of({str(name): value for name, value in model_config.items()}, config.learning.dtype)
+    _check_weights(folder, layout)
     registry.create(config.environment.name, config.environment.settings, tokenizer)
     return layout
+
+
+def _check_weights(folder: Path, layout: Layout) -> None:
+    """Compare how many numbers the folder's safetensors hold with what config.json describes, by their headers alone."""
+    found = 0
+    paths = sorted(folder.glob("*.safetensors"))
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                header: object = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            if not isinstance(header, dict):
+                raise ValueError("its header is no table")
+            tied = ("__metadata__", "lm_head.weight")
+            found += sum(math.prod(entry["shape"]) for name, entry in header.items() if name not in tied)
+        except (OSError, OverflowError, MemoryError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}: not a file of weights ({error})", hint="fetch the checkpoint again") from None
+    described = sum(math.prod(spec.shape) for spec in layout.tensors)
+    if paths and found != described:
+        raise CheckpointError(
+            f"{folder}: holds {found:,} numbers, its config.json describes {described:,}", hint="config.json and weights are of two models"
+        )
 
 
 def run_input(config: RunConfig) -> RunInput:

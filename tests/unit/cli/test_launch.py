@@ -1,0 +1,38 @@
+"""What is refused before a run is started: a checkpoint folder whose parts are of two models, or torn."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cli.launch import check
+from stoa.config.load import PROJECT_ROOT, load_run
+from stoa.contracts.errors import CheckpointError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(PROJECT_ROOT / "environments/search/policy", tmp_path / "model"))
+
+
+def refused(model: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        check(load_run(None, (f'model="{model}"',), environ={}))
+    return caught.value.message
+
+
+def test_shipped_policy_is_taken(model: Path) -> None:
+    assert check(load_run(None, (f'model="{model}"',), environ={})).tensors
+
+
+def test_config_of_another_size_than_the_weights_is_refused(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    assert "holds 284,528 numbers, its config.json describes" in refused(model)
+
+
+@pytest.mark.parametrize("data", [b"", b"xx", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]", (7).to_bytes(8, "little") + b'{"a":1}'])
+def test_torn_weights_are_refused(model: Path, data: bytes) -> None:
+    (model / "model.safetensors").write_bytes(data)
+    assert "model.safetensors: not a file of weights" in refused(model)
