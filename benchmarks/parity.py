@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -60,7 +61,7 @@ class Parity:
 
 def hub_model(family: str) -> PreTrainedModel:
     """A small random model of the reference library: convolutions, attention with grouped heads, experts with a bias."""
-    shared = {
+    shared: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "num_attention_heads": 4,
@@ -206,7 +207,8 @@ def mlx_gradients(model: nn.Module, ids: torch.Tensor) -> Tensors:
 
     def loss(model: nn.Module) -> mx.array:
         parts = [mx.array(part.numpy()) for part in ids.split(list(SEQ_LENS)) if len(part) > 1]
-        return sum(nn.losses.cross_entropy(model(part[None])[0, :-1], part[1:], reduction="sum") for part in parts) / len(ids)
+        losses = [nn.losses.cross_entropy(model(part[None])[0, :-1], part[1:], reduction="sum") for part in parts]
+        return mx.stack(losses).sum() / len(ids)
 
     _, grads = nn.value_and_grad(model, loss)(model)
     return {name: torch.from_numpy(np.array(grad)) for name, grad in tree_flatten(grads)}
