@@ -5,6 +5,7 @@ so a lost reply or a new process loses at most the steps since the last swap of 
 `step.py`'s, groups `intake.py`'s, documents the bucket's. All methods run on one thread.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,9 @@ from trainer_gpu.versions import KnownVersions
 MAX_ATTEMPTS = 999
 TAKE_AFTER_SECONDS = 0.5
 """How long an acquisition waits for word that it is no longer wanted, before it fences the present holder."""
+
+CLOSE_SECONDS = 60.0
+"""How long the version in flight is waited for when the process ends."""
 
 log = structlog.get_logger()
 
@@ -128,7 +132,11 @@ class TrainerEngine:
             lease, head = self._take(request, attempt, policy, progress)
             self._lease = lease
             progress.report("publishing the present weights")
-            self._publish(lease, policy, anchor=head.version < 0, checkpoint_key=None, progress=progress)
+            # A trainer that is killed often must not leave the newest anchor ever further behind.
+            late = head.version + 1 - lease.publisher.anchor_version >= self._handle.config.publish.anchor_every_versions
+            late = late or head.version < 0
+            self._publish(lease, policy, anchor=late, announce=False, checkpoint_key=None, progress=progress)
+            self._arrive(lease, progress)
             lease.intake.start()
             queue = names.lease_queue(request.run, lease.token)
             acquired = Acquired(lease.token, self._handle.owner, queue, lease.step, lease.version, head.state)
@@ -148,6 +156,7 @@ class TrainerEngine:
             if lease.last_step is not None and lease.last_step.step == request.step:
                 return lease.last_step
             self._check_step(lease, request.step - 1)
+            self._check_flight(lease, progress)
             taken = lease.intake.take(lease.version, progress)
             if isinstance(taken, Starved):
                 status = "stopped" if taken.stopping else "starved"
@@ -163,19 +172,22 @@ class TrainerEngine:
         with self._working(request.run, progress):
             lease = self._held(request.token)
             self._check_step(lease, request.step)
+            self._check_flight(lease, progress)
             last = lease.last_published
             # An anchor may be wanted of a step that was published without one: that is another version of the same weights.
             if last is not None and last.step == request.step and bool(last.anchor_bytes) >= request.anchor:
                 return last
             policy = self._built(progress)
             saved = self._save(lease, policy, progress) if request.checkpoint else None
-            return self._publish(lease, policy, anchor=request.anchor, checkpoint_key=saved.key if saved else None, progress=progress)
+            key = saved.key if saved else None
+            return self._publish(lease, policy, anchor=request.anchor, announce=request.announce, checkpoint_key=key, progress=progress)
 
     def checkpoint(self, request: CheckpointRequest, progress: Progress) -> Checkpointed:
         """See `ports.PolicyTrainer`. Raises as `publish`."""
         with self._working(request.run, progress):
             lease = self._held(request.token)
             self._check_step(lease, request.step)
+            self._arrive(lease, progress)
             saved = self._save(lease, self._built(progress), progress)
             lease.writer.swap(lease.token, step=lease.step, step_manifest_key=lease.step_manifest_key, checkpoint_key=saved.key)
             self._prune(lease, saved.key)
@@ -185,6 +197,7 @@ class TrainerEngine:
         """Stop what runs beside the engine's thread."""
         if self._lease is not None:
             self._lease.intake.close()
+            self._lease.publisher.close(CLOSE_SECONDS)
 
     def _take(self, request: AcquireRequest, attempt: int, policy: Policy, progress: Progress) -> tuple[_Lease, Head]:
         """Swap HEAD to a new token, then load what HEAD names. Only the swap decides who holds the run."""
@@ -314,10 +327,18 @@ class TrainerEngine:
             facts,
         )
 
-    def _publish(self, lease: _Lease, policy: Policy, *, anchor: bool, checkpoint_key: str | None, progress: Progress) -> Published:
-        """The next version, with a checkpoint in the same swap if there is one."""
+    def _publish(
+        self, lease: _Lease, policy: Policy, *, anchor: bool, announce: bool, checkpoint_key: str | None, progress: Progress
+    ) -> Published:
+        """The next version, with a checkpoint in the same swap if there is one.
+
+        The trainer is held for the scan only, and for the version before if that has not arrived. A version with a
+        checkpoint, or whose anchor is announced at once, is waited for.
+        """
+        self._arrive(lease, progress)
         started = time.monotonic()
-        progress.report(f"publishing version {lease.version + 1} of step {lease.step}")
+        step, step_manifest_key = lease.step, lease.step_manifest_key
+        progress.report(f"publishing version {lease.version + 1} of step {step}")
         named = {} if checkpoint_key is None else {"checkpoint_key": checkpoint_key}
 
         def swap(prepared: Prepared) -> None:
@@ -328,38 +349,60 @@ class TrainerEngine:
                 version=prepared.version,
                 manifest_key=prepared.manifest_key,
                 manifest_sha256=prepared.manifest_sha256,
-                step=lease.step,
-                step_manifest_key=lease.step_manifest_key,
+                step=step,
+                step_manifest_key=step_manifest_key,
                 published_at=time.time(),
                 **named,
             )
 
-        prepared = lease.publisher.publish(policy, step=lease.step, token=lease.token, version=lease.version + 1, anchor=anchor, swap=swap)
-        lease.version = prepared.version
+        version = lease.version + 1
+        changed_fraction = lease.publisher.publish(
+            policy, step=step, token=lease.token, version=version, anchor=anchor, inline=announce, swap=swap
+        )
+        lease.version = version
+        log.info("version_scanned", version=version, step=step, changed_fraction=changed_fraction, seconds=time.monotonic() - started)
+        prepared = self._arrive(lease, progress) if checkpoint_key is not None or announce else None
         if checkpoint_key is not None:
             self._prune(lease, checkpoint_key)
         # One version more than a successor, which publishes at once, will look at.
         oldest = lease.version - self._handle.config.learning.max_staleness_hard - LATE_VERSIONS - 1
         lease.settled = {key for key in lease.settled if keys.parse_group(key).version >= oldest}
         lease.last_published = Published(
-            version=prepared.version,
-            step=lease.step,
-            manifest_key=prepared.manifest_key,
-            delta_bytes=prepared.delta_bytes,
-            anchor_bytes=prepared.anchor_bytes,
-            changed_fraction=prepared.changed_fraction,
+            version=version,
+            step=step,
+            manifest_key=prepared.manifest_key if prepared else "",
+            delta_bytes=prepared.delta_bytes if prepared else 0,
+            anchor_bytes=lease.publisher.weights_bytes if anchor else 0,
+            changed_fraction=changed_fraction,
             seconds=time.monotonic() - started,
         )
-        log.info(
-            "version_published",
-            version=prepared.version,
-            step=lease.step,
-            delta_bytes=prepared.delta_bytes,
-            anchor_bytes=prepared.anchor_bytes,
-            changed_fraction=prepared.changed_fraction,
-            seconds=lease.last_published.seconds,
-        )
         return lease.last_published
+
+    def _arrive(self, lease: _Lease, progress: Progress) -> Prepared | None:
+        """Wait until HEAD names the version in flight, if there is one. Its loss is the lease's: memory is ahead of the bucket."""
+        try:
+            prepared = lease.publisher.finish(lambda: progress.report(f"version {lease.version} is on its way"))
+        except StoaError as error:
+            if not isinstance(error, ServiceUnavailableError):
+                self._drop_lease()
+            raise
+        if prepared is not None:
+            log.info(
+                "version_published",
+                version=prepared.version,
+                delta_bytes=prepared.delta_bytes,
+                anchor_bytes=prepared.anchor_bytes,
+                changed_fraction=prepared.changed_fraction,
+                encode_seconds=prepared.encode_seconds,
+                upload_seconds=prepared.upload_seconds,
+            )
+        return prepared
+
+    def _check_flight(self, lease: _Lease, progress: Progress) -> None:
+        """Meet the loss of the version in flight before more is built on it; an outage of the bucket may still pass."""
+        if lease.publisher.failed():
+            with contextlib.suppress(ServiceUnavailableError):
+                self._arrive(lease, progress)
 
     def _save(self, lease: _Lease, policy: Policy, progress: Progress) -> Saved:
         """Write a checkpoint of the present step; HEAD does not name it yet."""
@@ -416,6 +459,7 @@ class TrainerEngine:
     def _drop_lease(self) -> None:
         if self._lease is not None:
             self._lease.intake.close()
+            self._lease.publisher.close(0.0)
             self._lease = None
             self._on_lease(None)
 

@@ -1,4 +1,4 @@
-"""From fp32 masters to a published version: tensors to host memory, the scan on the accelerator, prepare, swap, commit.
+"""From fp32 masters to a published version: the scan, for which the trainer waits, then seal, swap and commit, beside it.
 
 What goes into the bucket is `stoa.weights.publisher`'s and HEAD's protocol is `stoa.bucket.head`'s. `scan` is the torch
 twin of `stoa.weights.grid.scan` and gives the same bits.
@@ -7,13 +7,14 @@ Legend: N groups, 64 the elements of a group, R re-gridded groups, C changed cod
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stoa.bucket.head import Head
-from stoa.contracts.errors import NonFiniteError
+from stoa.contracts.errors import NonFiniteError, ServiceUnavailableError
 from stoa.weights import grid
 from stoa.weights.layout import GROUP_SIZE
 from stoa.weights.publisher import Prepared, Publisher
@@ -21,11 +22,13 @@ from trainer_gpu import host
 from trainer_gpu.policy import Policy
 from trainer_gpu.run_handle import RunHandle
 
-BLOCK_GROUPS = 1 << 20
+_WAIT_SECONDS = 0.5
+BLOCK_GROUPS = 1 << 18 if host.HAS_CUDA else 1 << 12
+"""Groups on the accelerator at a time; on a processor, as many as its cache holds."""
 
 
 class VersionPublisher:
-    """Publishes one lease's versions. One thread at a time."""
+    """Publishes one lease's versions, each while the trainer goes on after the scan. One thread at a time."""
 
     def __init__(self, handle: RunHandle) -> None:
         publish = handle.config.publish
@@ -36,25 +39,77 @@ class VersionPublisher:
             hysteresis=publish.hysteresis,
             anchor_part_bytes=publish.anchor_part_bytes,
         )
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._flight: Future[Prepared] | None = None
+        self._swap: Callable[[Prepared], None] = lambda prepared: None
+
+    @property
+    def anchor_version(self) -> int:
+        """Version of the newest announced anchor; -1 before the first."""
+        return self._publisher.anchor_version
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of full weights."""
+        return self._publisher.layout.num_bytes
 
     def load_published(self, head: Head) -> None:
         """Bring the mirror to what HEAD names."""
         self._publisher.load_published(head)
 
-    def publish(self, policy: Policy, *, step: int, token: int, version: int, anchor: bool, swap: Callable[[Prepared], None]) -> Prepared:
-        """Write the version's objects, let `swap` make HEAD name them, advance the mirror; undone if anything raises."""
-        prepared = self._publisher.prepare(
-            host_tensors(policy),
-            step=step,
-            epoch=token,
-            version=version,
-            anchor=anchor,
-            quantise=scan if host.HAS_CUDA else grid.scan,
+    def publish(
+        self, policy: Policy, *, step: int, token: int, version: int, anchor: bool, inline: bool, swap: Callable[[Prepared], None]
+    ) -> float:
+        """Scan the masters, which may move on when this returns; returns the changed fraction.
+
+        On another thread the version's objects are written, `swap` makes HEAD name them, and the mirror advances. `finish`
+        must have been called for the version before. Arguments as `Publisher.scan`.
+        """
+        quantise = scan if host.HAS_CUDA else grid.scan
+        changed_fraction = self._publisher.scan(
+            host_tensors(policy), step=step, epoch=token, version=version, anchor=anchor, inline=inline, quantise=quantise
         )
+        self._swap = swap
+        self._flight = self._pool.submit(self._complete)
+        return changed_fraction
+
+    def finish(self, on_wait: Callable[[], None]) -> Prepared | None:
+        """Wait until HEAD names the version in flight, calling `on_wait` now and then; None if there is none.
+
+        Raises what stopped it. If that may pass, the version is in flight again, for the next call here.
+        """
+        flight = self._flight
+        if flight is None:
+            return None
+        while not wait([flight], _WAIT_SECONDS).done:
+            on_wait()
+        self._flight = None
         try:
-            swap(prepared)
+            return flight.result()
+        except ServiceUnavailableError:
+            self._flight = self._pool.submit(self._complete)
+            raise
         except BaseException:
             self._publisher.rollback()
+            raise
+
+    def failed(self) -> bool:
+        """True if the version in flight has come to nothing, which `finish` raises."""
+        return self._flight is not None and self._flight.done() and self._flight.exception() is not None
+
+    def close(self, patience_seconds: float) -> None:
+        """Let the version in flight arrive, if it does in time; end what is uploaded beside."""
+        if self._flight is not None:
+            wait([self._flight], patience_seconds)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._publisher.close()
+
+    def _complete(self) -> Prepared:
+        prepared = self._publisher.seal()
+        try:
+            self._swap(prepared)
+        except BaseException:
+            self._publisher.unseal()
             raise
         self._publisher.commit(prepared)
         return prepared
@@ -106,14 +161,16 @@ def _scan_block(
     first_group: int,
 ) -> grid.Scan:
     """`scan` of some whole groups on one device; `first_group` is the number of the first one in its tensor."""
+    places_N64 = place(weights_N64, scales_N, biases_N)
+    low, high = (float(edge) for edge in torch.aminmax(places_N64))
+    if low >= -0.5 and high <= 255.5:  # so not for NaN
+        return _quick_block(places_N64, old_N64, hysteresis, first_group)
     if not bool(torch.isfinite(weights_N64).all()):
         raise NonFiniteError("a weight is NaN or infinite")
-    places_N64 = place(weights_N64, scales_N, biases_N)
     nearest_N64 = codes_of(places_N64)
     moved_N64 = nearest_N64 != old_N64
     if hysteresis > 0:
-        threshold = torch.tensor(0.5 + hysteresis, dtype=torch.float32, device=places_N64.device)
-        moved_N64 &= (places_N64 - old_N64.float()).abs() > threshold
+        moved_N64 &= (places_N64 - old_N64).abs_() > _threshold(hysteresis, places_N64)
     outside_N = (places_N64.amin(1) < -1) | (places_N64.amax(1) > 256)
     regrid_R = outside_N.nonzero().squeeze(1)
     new_scales_R, new_biases_R = make_grid(weights_N64[regrid_R])
@@ -125,7 +182,7 @@ def _scan_block(
     final_N64 = torch.where(moved_N64, nearest_N64, old_N64)
     final_N64[regrid_R] = nearest_N64[regrid_R]
     clipped_N64 = (places_N64 < -0.5) | (places_N64 > 255.5)
-    lag_N64 = torch.where(clipped_N64, 0.0, places_N64 - final_N64.float()).abs()
+    lag_N64 = (places_N64 - final_N64).abs_().masked_fill_(clipped_N64, 0.0)
     positions_C = moved_N64.flatten().nonzero().squeeze(1)
     return grid.Scan(
         positions_C.cpu().numpy() + first_group * GROUP_SIZE,
@@ -137,6 +194,34 @@ def _scan_block(
         int(clipped_N64.sum()),
         float(lag_N64.max()),
     )
+
+
+def _quick_block(places_N64: torch.Tensor, old_N64: torch.Tensor, hysteresis: float, first_group: int) -> grid.Scan:
+    """`_scan_block` where nothing is clipped or re-gridded: only a code half a step from its master or more can move."""
+    distance_N64 = (places_N64 - old_N64).abs_()
+    far_N64 = distance_N64 > _threshold(hysteresis, places_N64) if hysteresis > 0 else distance_N64 >= 0.5
+    far_F = far_N64.flatten().nonzero().squeeze(1)
+    places_F = places_N64.flatten()[far_F]
+    nearest_F = codes_of(places_F)
+    moved_F = nearest_F != old_N64.flatten()[far_F]
+    positions_C, nearest_C = far_F[moved_F], nearest_F[moved_F]
+    distance_N64.view(-1)[positions_C] = (places_F[moved_F] - nearest_C).abs()
+    none = np.empty(0, dtype=np.uint16)
+    return grid.Scan(
+        positions_C.cpu().numpy() + first_group * GROUP_SIZE,
+        nearest_C.cpu().numpy(),
+        np.empty(0, dtype=np.int64),
+        none,
+        none,
+        np.empty((0, GROUP_SIZE), dtype=np.uint8),
+        0,
+        float(distance_N64.max()),
+    )
+
+
+def _threshold(hysteresis: float, like: torch.Tensor) -> torch.Tensor:
+    """float32(0.5 + d), as the reference has it."""
+    return torch.tensor(0.5 + hysteresis, dtype=torch.float32, device=like.device)
 
 
 def make_grid(weights_R64: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,12 +243,12 @@ def make_grid(weights_R64: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def place(weights_N64: torch.Tensor, scales_N: torch.Tensor, biases_N: torch.Tensor) -> torch.Tensor:
     """Where weights [N, 64] lie on their grid (bf16 [N]), in code steps, fp32; as `grid.place`."""
-    return (weights_N64 - biases_N.float().unsqueeze(1)) / scales_N.float().unsqueeze(1)
+    return (weights_N64 - biases_N.float().unsqueeze(1)).div_(scales_N.float().unsqueeze(1))
 
 
 def codes_of(places_N64: torch.Tensor) -> torch.Tensor:
     """Nearest codes, ties to even, uint8; as `grid.codes_of`."""
-    return places_N64.round().clamp(0, 255).to(torch.uint8)
+    return places_N64.round().clamp_(0, 255).to(torch.uint8)
 
 
 def bits(values_R: torch.Tensor) -> NDArray[np.uint16]:

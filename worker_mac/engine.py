@@ -24,7 +24,7 @@ from stoa.bucket import keys
 from stoa.bucket.head import Head
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
-from stoa.contracts.errors import InfrastructureFaultError, ServiceUnavailableError, StarvedError, StoaError
+from stoa.contracts.errors import InfrastructureFaultError, ServiceUnavailableError, StarvedError, StoaError, WrongStateError
 from stoa.contracts.messages import SweepRequest, SweepResult, SweepStatus
 from stoa.contracts.ports import Progress
 from stoa.rollouts.records import Episode, Fingerprint, Group, Timings
@@ -141,7 +141,12 @@ class MacEngine:
         try:
             head = self._await_head(request, progress)
             self._recover(head)
-            result = self._play_request(request, head, idle_seconds, progress)
+            try:
+                result = self._play_request(request, head, idle_seconds, progress)
+            except WrongStateError as fault:  # found by the rescan: nothing made with these weights was shipped
+                _log.warning("sweep_begun_anew", sweep=request.sweep, reason=fault.message)
+                self._versions.distrust()
+                result = self._play_request(request, head, idle_seconds, progress)
             return replace(
                 result,
                 bytes_up=self._uploader.bytes_sent - up_before,
@@ -226,6 +231,7 @@ class MacEngine:
                 return self._result(run, total, 1)
         if not episodes:
             raise InfrastructureFaultError(f"evaluation {request.evaluation}, part {request.part}: every episode was lost")
+        served.await_verdict()
         group = self._record(run, request.part % 100, "", seed, episodes)
         key = keys.eval_part(self._run, request.version, request.evaluation, request.part, self._host)
         self._uploader.put(key, encode_group(group))
@@ -269,6 +275,7 @@ class MacEngine:
         if len(episodes) < self._config.rollout.min_group_size:
             _log.warning("group_lost", sweep=run.request.sweep, group=index, scored=len(episodes))
             return
+        run.served.await_verdict()
         group = self._record(run, index, run.request.question_ids[index], self._group_seed(run, index), episodes)
         key = keys.group(self._run, run.served.version, self._host, run.request.sweep, index)
         self._uploader.put(key, encode_group(group))

@@ -1,13 +1,15 @@
 """Which weights this Mac serves: follows HEAD, brings the newest version in between sweeps, rebuilds older ones.
 
 During a sweep a background thread reads HEAD and stages the newest version (downloaded and verified, nothing written);
-between sweeps it is applied in place. On any doubt about the weights in memory they are built anew from disk and
-bucket. What is in a delta is `stoa.weights`'s business, what is played on the weights the engine's.
+between sweeps it is applied in place, and decoding goes on while the weights are rescanned: nothing made with them may
+leave this machine before `Served.await_verdict`. On any doubt about the weights in memory they are built anew, in the
+same memory, from disk and bucket. What is in a delta is `stoa.weights`'s business, what is played on the weights the engine's.
 """
 
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,6 @@ from stoa.bucket.head import Head
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
 from stoa.contracts.errors import DigestError, FormatError, ObjectMissingError, StoaError, WeightsError
-from stoa.weights.state import WeightState
 from stoa.weights.sync import Puller, Staged
 from worker_mac.decoder import check_batching
 from worker_mac.model import Model
@@ -35,6 +36,13 @@ class Served:
     state_id: str
     model: Model
     live: LiveWeights
+    verdict: Future[None] | None = None
+    """The rescan after an update; None where the weights were verified before they were served."""
+
+    def await_verdict(self) -> None:
+        """Wait until these weights are known to be the version's. Raises WrongStateError if they are not."""
+        if self.verdict is not None:
+            self.verdict.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,9 @@ class Versions:
         self._config = read_model_config(model_config)
         self._puller = Puller(store, document, folder)
         self._served: Served | None = None
+        self._memory: tuple[LiveWeights, Model] | None = None
+        """The one place for live weights; what is in it is worth something while `_served` says so."""
+        self._rescans = ThreadPoolExecutor(1, thread_name_prefix="rescan")
         self._pinned: Served | None = None
         self._lock = threading.Lock()
         self._head: Head | None = None
@@ -91,21 +102,36 @@ class Versions:
         """
         started = time.monotonic()
         self._stop_stager()
-        if self._served is None:
+        served = self._trusted()
+        if served is None:
             return self._join(head, started)
-        if self._served.version == head.version:
-            return self._served, Pulled()
+        if served.version == head.version:
+            return served, Pulled()
         try:
-            return self._advance(self._served, head, started)
-        except (ObjectMissingError, DigestError) as fault:
-            if self._served.version < oldest:
-                raise
-            _log.warning("update_unreachable", version=head.version, playing=self._served.version, reason=fault.message)
-            return self._served, Pulled()
-        except (WeightsError, FormatError) as fault:
+            return self._advance(served, head, started)
+        except (WeightsError, FormatError, ObjectMissingError, DigestError) as fault:
+            untouched = self._served is not None
+            if untouched and isinstance(fault, ObjectMissingError | DigestError):
+                if served.version < oldest:
+                    raise
+                _log.warning("update_unreachable", version=head.version, playing=served.version, reason=fault.message)
+                return served, Pulled()
             _log.warning("weights_rebuilt", version=head.version, reason=fault.message)
-            self._served = None
             return self._join(head, started)
+
+    def distrust(self) -> None:
+        """The live weights proved wrong: the next `newest` builds them anew."""
+        self._served = None
+
+    def _trusted(self) -> Served | None:
+        """The live weights once their verdict is there; None if there are none or they are wrong."""
+        if self._served is not None:
+            try:
+                self._served.await_verdict()
+            except WeightsError as fault:
+                _log.warning("weights_wrong", version=self._served.version, reason=fault.message)
+                self._served = None
+        return self._served
 
     def pinned(self, head: Head, version: int) -> tuple[Served, Pulled]:
         """The weights of a version at or before HEAD's, built beside the live ones if those are others."""
@@ -115,7 +141,9 @@ class Versions:
         self._pinned = None  # two sets of older weights are never held at once
         started = time.monotonic()
         self._stop_stager()
-        self._pinned = self._serve(version, self._puller.build(head, version))
+        live = LiveWeights(self._puller.layout)
+        state = self._puller.build(head, version, into=live.state)
+        self._pinned = Served(version, str(state.verified_id), Model(self._config, live.arrays), live)
         _log.info("version_rebuilt", version=version, seconds=time.monotonic() - started)
         return self._pinned, Pulled(pull_seconds=time.monotonic() - started)
 
@@ -135,8 +163,9 @@ class Versions:
         self._stager.start()
 
     def close(self) -> None:
-        """End the background thread."""
+        """End the background threads."""
         self._stop_stager()
+        self._rescans.shutdown()
 
     def _stage_ahead(
         self, version: int, state_id: str, poll_seconds: float, stop: threading.Event, on_staged: Callable[[int], None] | None
@@ -159,33 +188,36 @@ class Versions:
             self._stager = None
 
     def _join(self, head: Head, started: float) -> tuple[Served, Pulled]:
-        self._staged = None
-        state = self._puller.join(head)
+        """Build the weights HEAD names, in the memory that is there already."""
+        self._staged = self._served = None
+        if self._memory is None:
+            live = LiveWeights(self._puller.layout)
+            self._memory = live, Model(self._config, live.arrays)
+        live, model = self._memory
+        live.settle()
+        state = self._puller.join(head, into=live.state)
         pulled_at = time.monotonic()
-        self._served = self._serve(head.version, state)
-        check_batching(self._served.model)
+        check_batching(model)
+        self._served = Served(head.version, str(state.verified_id), model, live)
         done = time.monotonic()
-        _log.info("run_joined", version=head.version, bytes=self._served.live.num_bytes, seconds=done - started)
+        _log.info("run_joined", version=head.version, bytes=live.num_bytes, seconds=done - started)
         return self._served, Pulled(pulled_at - started, done - pulled_at, _since(head))
 
     def _advance(self, served: Served, head: Head, started: float) -> tuple[Served, Pulled]:
+        """Apply the next version. While it is written, and if that fails, nothing is served."""
         staged, self._staged = self._staged, None
         if staged is None or staged.version != head.version:
             staged = self._puller.stage(head, served.version, served.state_id)
         pulled_at = time.monotonic()
         served.live.settle()
+        self._served = None
         self._puller.apply(staged, served.live.state)
-        self._served = Served(head.version, staged.state_id, served.model, served.live)
+        verdict = self._rescans.submit(self._puller.verify, staged, served.live.state)
+        self._served = Served(head.version, staged.state_id, served.model, served.live, verdict)
         done = time.monotonic()
         pulled = Pulled(pulled_at - started, done - pulled_at, _since(head))
         _log.info("delta_applied", version=head.version, pull_seconds=pulled.pull_seconds, apply_seconds=pulled.apply_seconds)
         return self._served, pulled
-
-    def _serve(self, version: int, state: WeightState) -> Served:
-        """Put built weights into MLX's memory; their id is scanned there, not taken over."""
-        live = LiveWeights(state)
-        live.state.verify(state.verified_id or state.state_id(), f"version {version} in MLX's memory")
-        return Served(version, str(live.state.verified_id), Model(self._config, live.arrays), live)
 
 
 def _since(head: Head) -> float:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoa.contracts.errors import WeightsError
-from stoa.weights.layout import ArraySpec
-from stoa.weights.state import WeightState
+from stoa.weights.layout import ArraySpec, Layout
+from stoa.weights.state import NUMPY_TYPES, WeightState
 
 
 class LiveWeights:
@@ -23,13 +23,21 @@ class LiveWeights:
     tensors in their type. `state`: a WeightState whose numpy arrays are writable views of the same memory.
     """
 
-    def __init__(self, state: WeightState) -> None:
+    def __init__(self, layout: Layout) -> None:
+        """Weights of zeros, to be built in place: a Mac has no room for a second copy."""
         self.arrays: dict[str, mx.array] = {}
         views: dict[str, NDArray[np.generic]] = {}
-        for spec in state.layout.arrays:
-            self.arrays[spec.name], views[spec.name] = adopt(spec, state.arrays[spec.name])
-        self.state = WeightState(state.layout, views)
+        for spec in layout.arrays:
+            self.arrays[spec.name], views[spec.name] = adopt(spec, np.zeros(spec.shape, NUMPY_TYPES[spec.dtype]))
+        self.state = WeightState(layout, views)
         self._check_shared()
+
+    @classmethod
+    def of(cls, state: WeightState) -> "LiveWeights":
+        """A copy of `state` in MLX's memory."""
+        live = cls(state.layout)
+        live.state.copy_from(state)
+        return live
 
     def settle(self) -> None:
         """Wait until MLX reads the weights no more; to be called before they are written."""

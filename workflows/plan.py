@@ -36,6 +36,7 @@ class PublishVersion:
     step: int
     anchor: bool
     checkpoint: bool
+    announce: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def next_for_trainer(state: RunProgress, rules: RunInput, now: float) -> Trainer
     if not state.token:
         return Acquire(state.lease_number + 1)
     if state.anchor_wanted:
-        return replace(_publish(state, rules, checkpoint=_due(state.version + 1, rules.checkpoint_every_versions)), anchor=True)
+        command = _publish(state, rules, checkpoint=_due(state.version + 1, rules.checkpoint_every_versions))
+        return replace(command, anchor=True, announce=True)
     if state.step - state.published_step >= rules.steps_per_version:
         return _publish(state, rules, checkpoint=_due(state.version + 1, rules.checkpoint_every_versions))
     return Train(state.step + 1)
@@ -109,7 +111,7 @@ def _closing_step(state: RunProgress, rules: RunInput) -> TrainerCommand | None:
     if not state.token:  # what was not published went with the lease
         return None
     if state.step > state.published_step:
-        return _publish(state, rules, checkpoint=True)
+        return replace(_publish(state, rules, checkpoint=True), anchor=True, announce=True)
     if state.step > state.checkpoint_step:
         return SaveCheckpoint(state.step)
     return None

@@ -150,7 +150,7 @@ class RunWorkflow:
                 bounds = limits.train_step(silence, rules.step_timeout_seconds)
                 return await self._trainer(names.TRAIN_STEP, request, StepResult, bounds, state.queue, f"step {command.step}")
             case plan.PublishVersion():
-                request = PublishRequest(rules.run, state.token, command.step, command.anchor, command.checkpoint)
+                request = PublishRequest(rules.run, state.token, command.step, command.anchor, command.checkpoint, command.announce)
                 bounds = limits.publish(silence, anchor=command.anchor)
                 what = f"version {state.version + 1}, step {command.step}"
                 published = await self._trainer(names.PUBLISH, request, Published, bounds, state.queue, what)

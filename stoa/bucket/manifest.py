@@ -11,7 +11,7 @@ import binascii
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from cryptography.exceptions import InvalidSignature
@@ -130,7 +130,11 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class DeltaRef:
-    """A delta (base = version - 1) or a roll-up, with everything needed to bound its decoding."""
+    """A delta (base = version - 1) or a roll-up, with everything needed to bound its decoding.
+
+    A roll-up is announced by a later manifest than the version it leads to, so it says which that is: `version` and
+    `state_id`. Where they are -1 and empty it leads to the version of the manifest it stands in.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -143,6 +147,8 @@ class DeltaRef:
     num_changed: int
     num_raw: int
     num_regrid: int
+    version: int = -1
+    state_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +165,25 @@ class AnchorRef:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorStats:
+    """One int8 tensor's share of a version. `num_unit`: codes that moved by one step; `num_bytes`: its share of the delta."""
+
+    __pydantic_config__ = _STRICT
+
+    num_changed: int
+    num_unit: int
+    num_clipped: int
+    num_regrid: int
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class VersionStats:
-    """What a publish measured. `largest_lag_steps`: farthest a master is from its published code, in code steps."""
+    """What a publish measured.
+
+    largest_lag_steps: farthest a master is from its published code, in code steps. unit_fraction: share of the changes that
+    are by one step. seconds: wall clock by stage (scan, encode, apply, digest, upload). tensors: int8 tensors by name.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -168,6 +191,9 @@ class VersionStats:
     num_clipped: int
     hysteresis: float
     largest_lag_steps: float = 0.0
+    unit_fraction: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    tensors: dict[str, TensorStats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

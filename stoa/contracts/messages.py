@@ -108,18 +108,25 @@ class StepResult:
 
 @dataclass(frozen=True)
 class PublishRequest:
-    """Publish the trainer's weights as the next version; `anchor` and `checkpoint` say what goes with it."""
+    """Publish the trainer's weights as the next version; `anchor` and `checkpoint` say what goes with it.
+
+    `announce`: its own manifest announces the anchor, which is waited for, because no later version may come.
+    """
 
     run: str
     token: int
     step: int
     anchor: bool
     checkpoint: bool
+    announce: bool = False
 
 
 @dataclass(frozen=True)
 class Published:
-    """One published version."""
+    """One published version.
+
+    Unless it was waited for, its upload goes on while the trainer does: `manifest_key` and `delta_bytes` are not known yet.
+    """
 
     version: int
     step: int

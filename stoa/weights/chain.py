@@ -88,14 +88,26 @@ def _cheapest(by_version: Mapping[int, Manifest], starts: Sequence[Plan], on_dis
 
     for start in starts:
         offer(start.base, start)
+    hops = _hops(by_version)
     for version in sorted(by_version):
-        manifest = by_version[version]
-        for ref in (*manifest.rollups, *((manifest.delta,) if manifest.delta else ())):
-            before = best.get(ref.base)
-            if before is not None and by_version[ref.base].state_id == ref.base_state_id:
-                num_bytes = before.num_bytes + (0 if ref.key in on_disk else ref.num_bytes)
-                offer(version, Plan(before.anchor, before.base, (*before.hops, Hop(ref, version, manifest.state_id)), num_bytes))
+        for hop in hops.get(version, ()):
+            before = best.get(hop.ref.base)
+            if before is not None and by_version[hop.ref.base].state_id == hop.ref.base_state_id:
+                num_bytes = before.num_bytes + (0 if hop.ref.key in on_disk else hop.ref.num_bytes)
+                offer(version, Plan(before.anchor, before.base, (*before.hops, hop), num_bytes))
     return best
+
+
+def _hops(by_version: Mapping[int, Manifest]) -> Mapping[int, list[Hop]]:
+    """All deltas and roll-ups by the version they lead to. Roll-ups stand in the manifest of that version or of a later one."""
+    hops: dict[int, list[Hop]] = {}
+    for manifest in by_version.values():
+        for ref in (*manifest.rollups, *((manifest.delta,) if manifest.delta else ())):
+            version, state_id = (manifest.version, manifest.state_id) if ref.version < 0 else (ref.version, ref.state_id)
+            end = by_version.get(version)
+            if end is not None and end.state_id == state_id:
+                hops.setdefault(version, []).append(Hop(ref, version, state_id))
+    return hops
 
 
 def _rank(found: Plan) -> tuple[int, int, int]:

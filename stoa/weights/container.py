@@ -22,7 +22,7 @@ from pydantic import ConfigDict, TypeAdapter
 from stoa.bucket.manifest import DeltaRef, canonical, parse_canonical, validate
 from stoa.contracts.errors import FormatError, WrongBaseError
 from stoa.weights.layout import ArraySpec, Layout
-from stoa.weights.pulse import Change, Codec, Counts, Sections, counts_of, decode_change, encode_change
+from stoa.weights.pulse import Change, Codec, Counts, Sections, counts_of, decode_change, decode_segments, encode_change
 from stoa.weights.state import NUMPY_TYPES, WeightState
 
 DELTA_FORMAT: Final = "stoa-delta-1"
@@ -37,7 +37,7 @@ _DTYPES: Final = {
     "F32": np.dtype("<f4"),
     "I64": np.dtype("<i8"),
 }
-_NAMES: Final = {"uint8": "U8", "uint16": "U16", "uint32": "U32"}
+_NAMES: Final = {"uint8": "U8", "uint16": "U16", "uint32": "U32", "int64": "I64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,12 @@ _INDEX = TypeAdapter(AnchorIndex)
 
 
 def write_table(arrays: Mapping[str, tuple[str, NDArray[np.generic]]], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file of name -> (dtype name, array). Wide types come first, so that all arrays are aligned."""
+    """A safetensors file of name -> (dtype name, array), as `table_pieces`."""
+    return b"".join(table_pieces(arrays, metadata))
+
+
+def table_pieces(arrays: Mapping[str, tuple[str, NDArray[np.generic]]], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+    """The bytes of a safetensors file, without copying the arrays. Wide types come first, so that all are aligned."""
     order = sorted(arrays, key=lambda name: (-_DTYPES[arrays[name][0]].itemsize, name))
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     offset = 0
@@ -89,9 +94,8 @@ def write_table(arrays: Mapping[str, tuple[str, NDArray[np.generic]]], metadata:
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
-    parts = [len(text).to_bytes(8, "little"), text]
-    parts += [np.ascontiguousarray(arrays[name][1]).reshape(-1).view(np.uint8).data for name in order]
-    return b"".join(parts)
+    pieces: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
+    return pieces + [np.ascontiguousarray(arrays[name][1]).reshape(-1).view(np.uint8).data for name in order]
 
 
 def read_table(data: bytes | memoryview) -> Table:
@@ -159,25 +163,36 @@ class DeltaHeader:
 
 def encode_delta(header: DeltaHeader, change: Change) -> bytes:
     """The bytes of a delta or roll-up."""
-    counts = counts_of(change)
-    sections = encode_change(change, header.codec)
+    return pack_delta(header, encode_change(change, header.codec), counts_of(change))
+
+
+def pack_delta(header: DeltaHeader, sections: Sections, counts: Counts) -> bytes:
+    """The bytes of a delta or roll-up whose sections are encoded already."""
     return write_table({name: (_NAMES[array.dtype.name], array) for name, array in sections.items()}, _metadata(header, counts))
 
 
 def decode_delta(data: bytes | memoryview, header: DeltaHeader, counts: Counts, layout: Layout) -> Change:
-    """The change in a delta whose sha256 has been checked.
+    """The change in a delta, whole. Raises as `read_delta`."""
+    return decode_change(_sections(data, header, counts), counts, layout, header.codec)
+
+
+def read_delta(data: bytes | memoryview, header: DeltaHeader, counts: Counts, layout: Layout) -> Iterator[Change]:
+    """The change in a delta whose sha256 has been checked, segment by segment.
 
     `header` and `counts` are what the signed manifest says; the bytes must say the same. Raises WrongBaseError if they
     name another run, version or state, FormatError if they are nonsense.
     """
+    return decode_segments(_sections(data, header, counts), counts, layout, header.codec)
+
+
+def _sections(data: bytes | memoryview, header: DeltaHeader, counts: Counts) -> Sections:
     table = read_table(data)
     for name, expected in _metadata(header, counts).items():
         found = table.metadata.get(name)
         if found != expected:
             wrong = FormatError if name in ("format", "codec") or name.startswith("num_") else WrongBaseError
             raise wrong(f"a delta has {name} {found!r}, its manifest says {expected!r}")
-    sections: Sections = dict(table.arrays)
-    return decode_change(sections, counts, layout, header.codec)
+    return dict(table.arrays)
 
 
 def counts_in(ref: DeltaRef) -> Counts:
@@ -215,13 +230,18 @@ def anchor_groups(layout: Layout, part_bytes: int) -> Iterator[tuple[ArraySpec, 
         yield tuple(group)
 
 
-def encode_anchor_part(state: WeightState, arrays: tuple[ArraySpec, ...], *, run: str, version: int) -> bytes:
-    """One part of an anchor, as stock MLX opens it."""
+def anchor_part_pieces(state: WeightState, arrays: tuple[ArraySpec, ...], *, run: str, version: int) -> list[bytes | memoryview]:
+    """The bytes of one part of an anchor, as stock MLX opens it: views of the weights, not copies."""
     entries: dict[str, tuple[str, NDArray[np.generic]]] = {}
     for spec in arrays:
         entries[spec.name] = as_stored(spec, state.arrays[spec.name])
     metadata = {"format": "mlx", "kind": ANCHOR_FORMAT, "run": run, "version": str(version), "layout_id": state.layout.layout_id}
-    return write_table(entries, metadata)
+    return table_pieces(entries, metadata)
+
+
+def encode_anchor_part(state: WeightState, arrays: tuple[ArraySpec, ...], *, run: str, version: int) -> bytes:
+    """One part of an anchor in one piece."""
+    return b"".join(anchor_part_pieces(state, arrays, run=run, version=version))
 
 
 def as_stored(spec: ArraySpec, array: NDArray[np.generic]) -> tuple[str, NDArray[np.generic]]:
@@ -247,6 +267,7 @@ def decode_anchor_part(data: bytes | memoryview, part: AnchorPart, state: Weight
         if values.shape != spec.shape:
             raise FormatError(f"{part.key}: {name} has shape {values.shape}, not {spec.shape}")
         found[name] = values
+    state.verified_id = None
     for name, values in found.items():
         np.copyto(state.arrays[name], values)
 

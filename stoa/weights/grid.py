@@ -25,7 +25,9 @@ HEADROOM: Final = 1
 may eat up to one more, hence the 2 below."""
 STEPS: Final = np.float32(255 - 2 * HEADROOM - 2)
 _SMALLEST_SCALE: Final = np.float32(2.0**-126)
-_BLOCK_GROUPS: Final = 16384
+_BLOCK_GROUPS: Final = 4096
+"""Groups worked on at a time: their float32 values stay in a processor's cache."""
+_SCAN: Final = 1 << 18
 _ONE_BITS: Final = 0x3F80
 """1.0 in bf16."""
 
@@ -105,8 +107,34 @@ def codes_of(places: Floats) -> Codes:
 
 def quantise(weights: Floats) -> tuple[Codes, Bits16, Bits16]:
     """A fresh grid and the codes on it: codes uint8 [.., cols], scales and biases uint16 [.., cols / 64]."""
-    scales, biases = make_grid(weights)
-    return codes_of(place(weights, scales, biases)).reshape(weights.shape), scales, biases
+    shape = (*weights.shape[:-1], weights.shape[-1] // GROUP_SIZE)
+    made = np.empty(weights.shape, np.uint8), np.empty(shape, np.uint16), np.empty(shape, np.uint16)
+    quantise_into(weights, *made)
+    return made
+
+
+def quantise_into(weights: Floats, codes: Codes, scales: Bits16, biases: Bits16) -> int:
+    """Write a fresh grid and the codes on it into arrays of the right shape; returns how many codes are clipped."""
+    groups_N64, codes_N64 = _grouped(weights), codes.reshape(-1, GROUP_SIZE)
+    scales_N, biases_N = scales.reshape(-1), biases.reshape(-1)
+    num_clipped = 0
+    for start in range(0, len(groups_N64), _BLOCK_GROUPS):
+        rows = slice(start, start + _BLOCK_GROUPS)
+        made = make_grid(groups_N64[rows])
+        scales_N[rows], biases_N[rows] = made[0].reshape(-1), made[1].reshape(-1)
+        places_N64 = place(groups_N64[rows], scales_N[rows], biases_N[rows])
+        num_clipped += int(np.count_nonzero((places_N64 < -0.5) | (places_N64 > 255.5)))
+        codes_N64[rows] = codes_of(places_N64)
+    return num_clipped
+
+
+def differing(left: NDArray[np.generic], right: NDArray[np.generic]) -> NDArray[np.int64]:
+    """Flat positions at which two arrays of one shape differ, block by block."""
+    left_N, right_N = left.reshape(-1), right.reshape(-1)
+    found = [
+        np.flatnonzero(left_N[start : start + _SCAN] != right_N[start : start + _SCAN]) + start for start in range(0, len(left_N), _SCAN)
+    ]
+    return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
 
 def dequantise(codes: Codes, scales: Bits16, biases: Bits16) -> Floats:
@@ -130,11 +158,12 @@ def scan(weights: Floats, codes: Codes, scales: Bits16, biases: Bits16, hysteres
     """
     groups_N64, codes_N64 = _grouped(weights), codes.reshape(-1, GROUP_SIZE)
     scales_N, biases_N = scales.reshape(-1), biases.reshape(-1)
-    parts = [
-        _scan_block(groups_N64[start:stop], codes_N64[start:stop], scales_N[start:stop], biases_N[start:stop], hysteresis, start)
-        for start in range(0, len(groups_N64), _BLOCK_GROUPS)
-        for stop in [start + _BLOCK_GROUPS]
-    ]
+    room = _Room.of(min(_BLOCK_GROUPS, len(groups_N64)))
+    parts: list[Scan] = []
+    for start in range(0, len(groups_N64), _BLOCK_GROUPS):
+        rows = slice(start, start + _BLOCK_GROUPS)
+        block = groups_N64[rows], codes_N64[rows], scales_N[rows], biases_N[rows]
+        parts.append(_quick_scan(*block, hysteresis, start, room) or _scan_block(*block, hysteresis, start))
     return Scan(
         np.concatenate([part.positions for part in parts]),
         np.concatenate([part.codes for part in parts]),
@@ -144,6 +173,57 @@ def scan(weights: Floats, codes: Codes, scales: Bits16, biases: Bits16, hysteres
         np.concatenate([part.group_codes for part in parts]),
         sum(part.num_clipped for part in parts),
         max(part.lag_steps for part in parts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Memory for one block, used again for every block of a tensor."""
+
+    places_N64: Floats
+    distance_N64: Floats
+    far_N64: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, num_groups: int) -> "_Room":
+        shape = (num_groups, GROUP_SIZE)
+        return cls(np.empty(shape, np.float32), np.empty(shape, np.float32), np.empty(shape, np.bool_))
+
+
+def _quick_scan(
+    weights_N64: Floats, old_N64: Codes, scales_N: Bits16, biases_N: Bits16, hysteresis: float, first_group: int, room: _Room
+) -> Scan | None:
+    """`_scan_block` of a block where nothing is clipped, to be re-gridded or not finite; None if something is.
+
+    Only a code at least half a step from its master can move, so all but a few elements are looked at once.
+    """
+    num_groups = len(weights_N64)
+    places_N64, distance_N64, far_N64 = room.places_N64[:num_groups], room.distance_N64[:num_groups], room.far_N64[:num_groups]
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.subtract(weights_N64, _per_group(biases_N), out=places_N64)
+        np.divide(places_N64, _per_group(scales_N), out=places_N64)
+        if not (places_N64.min() >= np.float32(-0.5) and places_N64.max() <= np.float32(255.5)):  # so for NaN too
+            return None
+    np.copyto(distance_N64, old_N64)
+    np.subtract(places_N64, distance_N64, out=distance_N64)
+    np.abs(distance_N64, out=distance_N64)
+    if hysteresis > 0:
+        np.greater(distance_N64, np.float32(0.5 + hysteresis), out=far_N64)
+    else:
+        np.greater_equal(distance_N64, np.float32(0.5), out=far_N64)
+    far_F = np.flatnonzero(far_N64)
+    nearest_F = codes_of(places_N64.reshape(-1)[far_F])
+    moved_F = nearest_F != old_N64.reshape(-1)[far_F]
+    distance_N64.reshape(-1)[far_F[moved_F]] = np.abs(places_N64.reshape(-1)[far_F] - nearest_F.astype(np.float32))[moved_F]
+    return Scan(
+        far_F[moved_F] + first_group * GROUP_SIZE,
+        nearest_F[moved_F],
+        np.empty(0, dtype=np.int64),
+        np.empty(0, dtype=np.uint16),
+        np.empty(0, dtype=np.uint16),
+        np.empty((0, GROUP_SIZE), dtype=np.uint8),
+        0,
+        float(distance_N64.max()),
     )
 
 

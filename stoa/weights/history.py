@@ -5,7 +5,7 @@ returns bytes whose sha256 it has checked.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
@@ -26,7 +26,7 @@ from stoa.contracts.errors import (
     WrongStateError,
 )
 from stoa.weights.chain import Hop, Plan, plan
-from stoa.weights.container import MAX_INDEX_BYTES, DeltaHeader, counts_in, decode_anchor_part, decode_delta, decode_index
+from stoa.weights.container import MAX_INDEX_BYTES, DeltaHeader, counts_in, decode_anchor_part, decode_index, read_delta
 from stoa.weights.layout import Layout, layout_of
 from stoa.weights.pulse import NIBBLE, PCO, Change, Codec
 from stoa.weights.state import WeightState
@@ -184,34 +184,35 @@ def way_to(
             manifests += walk(store, document, oldest, further)[1:]
 
 
-def rebuild(way: Plan, layout: Layout, run: str, fetch: Fetch) -> WeightState:
-    """The weights at the end of a plan that starts from an anchor, verified by full rescans of its start and end."""
+def rebuild(way: Plan, layout: Layout, run: str, fetch: Fetch, *, into: WeightState | None = None) -> WeightState:
+    """The weights at the end of a plan that starts from an anchor, verified by full rescans of its start and end.
+
+    into: weights that are overwritten in place; without it, new ones. They are worth nothing if this raises.
+    """
     if way.anchor is None:
         raise WrongBaseError("a plan without an anchor starts from weights at hand")
-    state = WeightState.empty(layout)
+    state = into or WeightState.empty(layout)
     index = decode_index(fetch(way.anchor.index_key, way.anchor.index_sha256, MAX_INDEX_BYTES), layout, way.anchor.index_key)
     if index.run != run or index.version != way.anchor.version or index.state_id != way.anchor.state_id:
         raise WrongBaseError(f"{way.anchor.index_key} is the index of version {index.version} of run {index.run}")
+    if sum(part.num_bytes for part in index.parts) > way.anchor.num_bytes:
+        raise FormatError(f"{way.anchor.index_key} names more bytes than its manifest promises")
     for part in index.parts:
         decode_anchor_part(fetch(part.key, part.sha256, part.num_bytes), part, state)
     state.verify(way.anchor.state_id, f"anchor of version {way.anchor.version}")
-    for hop, change in zip(way.hops, changes_of(way, layout, run, fetch), strict=True):
-        state.apply(change)
-        if hop is way.hops[-1]:
-            state.verify(hop.state_id, f"version {hop.version} from anchor {way.anchor.version}")
+    for hop in way.hops:
+        for change in read_hop(hop, layout, run, fetch(hop.ref.key, hop.ref.sha256, hop.ref.num_bytes)):
+            state.apply(change)
+    if way.hops:
+        state.verify(way.hops[-1].state_id, f"version {way.hops[-1].version} from anchor {way.anchor.version}")
     return state
 
 
-def changes_of(way: Plan, layout: Layout, run: str, fetch: Fetch) -> list[Change]:
-    """The decoded changes of a plan's hops."""
-    return [decode_hop(hop, layout, run, fetch(hop.ref.key, hop.ref.sha256, hop.ref.num_bytes)) for hop in way.hops]
-
-
-def decode_hop(hop: Hop, layout: Layout, run: str, data: bytes) -> Change:
-    """The change in the checked bytes of one delta or roll-up."""
+def read_hop(hop: Hop, layout: Layout, run: str, data: bytes) -> Iterator[Change]:
+    """The change in the checked bytes of one delta or roll-up, segment by segment."""
     ref = hop.ref
     if ref.codec not in (PCO, NIBBLE):
         raise FormatError(f"{ref.key}: this program knows no codec {ref.codec!r}", hint="install a newer version")
     codec: Codec = PCO if ref.codec == PCO else NIBBLE
     header = DeltaHeader(run, ref.base, hop.version, ref.base_state_id, hop.state_id, layout.layout_id, codec)
-    return decode_delta(data, header, counts_in(ref), layout)
+    return read_delta(data, header, counts_in(ref), layout)

@@ -6,21 +6,17 @@ memory are touched by `apply` alone, after everything about an update has been c
 """
 
 import json
-import shutil
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import structlog
 
-from stoa.bucket import keys
-from stoa.bucket.download import fetch, file_sha256
 from stoa.bucket.head import Head, poll_head
 from stoa.bucket.manifest import Manifest
 from stoa.bucket.run_document import RunDocument
-from stoa.bucket.store import Store, check_sha256
+from stoa.bucket.store import Store
 from stoa.contracts.errors import (
     FormatError,
     ObjectMissingError,
@@ -28,14 +24,13 @@ from stoa.contracts.errors import (
     WrongBaseError,
     WrongStateError,
 )
-from stoa.weights.chain import Plan
-from stoa.weights.container import decode_index
-from stoa.weights.history import Doubts, by_any_way, changes_of, layout_of_run, manifest_of, rebuild, walk, way_to
+from stoa.weights.cache import Cache, Needed
+from stoa.weights.chain import Hop, Plan
+from stoa.weights.container import MAX_INDEX_BYTES, decode_index
+from stoa.weights.history import Doubts, Fetch, by_any_way, layout_of_run, manifest_of, read_hop, rebuild, walk, way_to
 from stoa.weights.layout import Layout
-from stoa.weights.pulse import Change
 from stoa.weights.state import WeightState
 
-KEPT_ANCHORS: Final = 2
 _MARK = "high_water.json"
 Mark = tuple[int, int, int]
 """Epoch, version and seq of a HEAD; none of them ever goes down."""
@@ -44,17 +39,18 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """An update that is downloaded, checked and decoded; weights are untouched.
+    """An update that is downloaded, checked and tried to decode; weights are untouched.
 
-    `rebuilt` holds the whole new weights when no chain from the weights at hand was cheaper than an anchor.
+    `deltas` lead on from the weights at hand, in bytes: decoded they would take eight times the memory. `way` is set
+    instead when no chain was cheaper than an anchor: its files are on disk, and the weights are built anew in place.
     """
 
     version: int
     state_id: str
     base_version: int
     base_state_id: str
-    changes: tuple[Change, ...]
-    rebuilt: WeightState | None
+    deltas: tuple[tuple[Hop, bytes], ...]
+    way: Plan | None
     num_bytes: int
     """Downloaded for it."""
 
@@ -68,27 +64,37 @@ class Puller:
         self._document = document
         self._folder = folder
         self.layout: Layout = layout_of_run(store, document)
-        self.bytes_downloaded = 0
+        self._cache = Cache(store, document.run, folder, self.layout)
         folder.mkdir(parents=True, exist_ok=True)
         self._mark_lock = threading.Lock()
         self._mark = self._mark_at_start = self._read_mark()
 
-    def join(self, head: Head) -> WeightState:
-        """The weights HEAD names, from the cheapest anchor and deltas, verified. Takes what is on disk already."""
-        return self.build(head, head.version)
+    @property
+    def bytes_downloaded(self) -> int:
+        """Since this object was made."""
+        return self._cache.bytes_downloaded
 
-    def build(self, head: Head, version: int) -> WeightState:
+    def join(self, head: Head, *, into: WeightState | None = None) -> WeightState:
+        """The weights HEAD names, from the cheapest anchor and deltas, verified. Takes what is on disk already.
+
+        into: weights to overwrite in place; without it, new ones. They are worth nothing if this raises.
+        """
+        return self.build(head, head.version, into=into)
+
+    def build(self, head: Head, version: int, *, into: WeightState | None = None) -> WeightState:
         """The weights of `version`, which may be older than HEAD's. Raises ObjectMissingError if it is gone."""
         target = self.manifest_at(head, version)
         started, before = time.monotonic(), self.bytes_downloaded
+        into = into or WeightState.empty(self.layout)
 
         def attempt(doubts: Doubts) -> tuple[Plan, WeightState]:
-            way = self._way(target, {}, doubts)
-            return way, rebuild(way, self.layout, self._document.run, doubts.noting(self._fetch))
+            way, fetch = self._way(target, {}, doubts), doubts.noting(self._cache.read)
+            with self._cache.coming(self._needed(way, fetch)):
+                return way, rebuild(way, self.layout, self._document.run, fetch, into=into)
 
         way, state = by_any_way(attempt)
         if version == head.version:
-            self._prune(target)
+            self._cache.trim(target.anchor.version)
         _log.info(
             "weights_built",
             version=version,
@@ -104,48 +110,66 @@ class Puller:
         target = self.manifest_at(head, head.version)
         before = self.bytes_downloaded
 
-        def attempt(doubts: Doubts) -> tuple[Plan, WeightState | None, list[Change]]:
-            way, fetch = self._way(target, {have_version: have_state_id}, doubts), doubts.noting(self._fetch)
-            if way.anchor is not None:
-                return way, rebuild(way, self.layout, self._document.run, fetch), []
-            return way, None, changes_of(way, self.layout, self._document.run, fetch)
+        def attempt(doubts: Doubts) -> tuple[Plan, list[tuple[Hop, bytes]]]:
+            way, fetch = self._way(target, {have_version: have_state_id}, doubts), doubts.noting(self._cache.read)
+            needed = self._needed(way, fetch)
+            with self._cache.coming(needed):
+                for key, sha256, num_bytes in needed[: len(needed) - len(way.hops)]:
+                    fetch(key, sha256, num_bytes)
+                deltas = [(hop, fetch(hop.ref.key, hop.ref.sha256, hop.ref.num_bytes)) for hop in way.hops]
+            for hop, data in deltas:
+                for _ in read_hop(hop, self.layout, self._document.run, data):
+                    pass
+            return way, deltas
 
-        _, rebuilt, changes = by_any_way(attempt)
-        self._prune(target)
+        way, deltas = by_any_way(attempt)
+        self._cache.trim(target.anchor.version)
+        rebuilds = way.anchor is not None
         return Staged(
             target.version,
             target.state_id,
             have_version,
             have_state_id,
-            tuple(changes),
-            rebuilt,
+            () if rebuilds else tuple(deltas),
+            way if rebuilds else None,
             self.bytes_downloaded - before,
         )
 
     def apply(self, staged: Staged, state: WeightState) -> None:
-        """Write a staged update into `state`, in place, and rescan.
+        """Write a staged update into `state`, in place. What comes out is known after `verify` only.
 
         Raises:
             WrongBaseError: `state` is not what the update was staged for; nothing was written.
-            WrongStateError: the weights afterwards are not the promised ones; they must be rebuilt before any use.
+            FormatError: it does not fit these weights; nothing was written.
+            WrongStateError: it was written in part: the weights must be rebuilt before any use.
         """
-        if staged.rebuilt is not None:
-            state.copy_from(staged.rebuilt)
-        else:
-            base = state.verified_id or state.state_id()
-            if base != staged.base_state_id:
-                raise WrongBaseError(
-                    f"the update to version {staged.version} is for {staged.base_state_id[:16]}.., the weights here are {base[:16]}..",
-                    hint="rebuild the weights from anchor and deltas",
-                )
-            for done, change in enumerate(staged.changes):
+        if staged.way is not None:
+            rebuild(staged.way, self.layout, self._document.run, self._cache.read, into=state)
+            return
+        base = state.verified_id or state.state_id()
+        if base != staged.base_state_id:
+            raise WrongBaseError(
+                f"the update to version {staged.version} is for {staged.base_state_id[:16]}.., the weights here are {base[:16]}..",
+                hint="rebuild the weights from anchor and deltas",
+            )
+        begun = False
+        for hop, data in staged.deltas:
+            for change in read_hop(hop, self.layout, self._document.run, data):
                 try:
                     state.apply(change)
                 except FormatError as error:
-                    if done:
+                    if begun:
                         raise WrongStateError(f"version {staged.version} was applied in part: {error.message}") from error
                     raise
-        state.verify(staged.state_id, f"version {staged.version}")
+                begun = True
+
+    def verify(self, staged: Staged, state: WeightState) -> None:
+        """Rescan the weights an update was applied to; nothing made with them may leave this machine before.
+
+        Raises WrongStateError if they are not the promised ones: they must be rebuilt.
+        """
+        if state.verified_id != staged.state_id:
+            state.verify(staged.state_id, f"version {staged.version}")
 
     def manifest_at(self, head: Head, version: int) -> Manifest:
         """The manifest of `version`, at or before HEAD's.
@@ -200,54 +224,16 @@ class Puller:
         return epoch, version, seq
 
     def _way(self, target: Manifest, have: dict[int, str], doubts: Doubts) -> Plan:
-        root = keys.root(self._document.run)
-        on_disk = {f"{root}deltas/{path.name}" for path in (self._folder / "deltas").glob("*")}
-        versions: list[int] = []
-        for path in (self._folder / "anchors").glob("*/index-*.json"):
-            if self._is_complete(path):
-                on_disk.add(f"{root}anchors/{path.parent.name}/{path.name}")
-                versions.append(int(path.parent.name))
+        on_disk, versions = self._cache.keys()
         return way_to(self._store, self._document, target, have=have, on_disk=on_disk, disk_versions=versions, doubts=doubts)
 
-    def _is_complete(self, index: Path) -> bool:
-        """True if every part that an anchor's index on disk names is there; their bytes are checked when read."""
-        try:
-            parts = decode_index(index.read_bytes(), self.layout, index.name).parts
-        except FormatError:
-            return False
-        return all(self._path(part.key).is_file() for part in parts)
-
-    def _fetch(self, key: str, sha256: str, num_bytes: int) -> bytes:
-        """Bytes of an object by way of the disk cache."""
-        path = self._path(key)
-        if not key.endswith(".json"):
-            self.bytes_downloaded += fetch(self._store, key, path, num_bytes=num_bytes, sha256=sha256)
-            data = path.read_bytes()
-        elif path.is_file() and file_sha256(path) == sha256:
-            return path.read_bytes()
-        else:  # the size of an index is not known beforehand, only bounded
-            data = self._store.get(key, max_bytes=num_bytes).data
-            self.bytes_downloaded += len(data)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(path.name + ".part")
-            part.write_bytes(data)
-            part.replace(path)
-        check_sha256(data, sha256, key)
-        return data
-
-    def _path(self, key: str) -> Path:
-        """Where an object of this run is kept: its key below the run's root."""
-        return self._folder / key.removeprefix(keys.root(self._document.run))
-
-    def _prune(self, newest: Manifest) -> None:
-        """Drop anchors but the last two, and deltas that end before the older of them."""
-        anchors = sorted((self._folder / "anchors").glob("*"), reverse=True)
-        for folder in anchors[KEPT_ANCHORS:]:
-            shutil.rmtree(folder)
-        oldest = min([newest.anchor.version, *(int(folder.name) for folder in anchors[:KEPT_ANCHORS])])
-        for path in (self._folder / "deltas").glob("*"):
-            if int(path.name[9:17]) <= oldest:
-                path.unlink()
+    def _needed(self, way: Plan, fetch: Fetch) -> list[Needed]:
+        """The objects of a way, in the order they are read. An anchor's index is fetched to know its parts."""
+        parts: list[Needed] = []
+        if way.anchor is not None:
+            index = fetch(way.anchor.index_key, way.anchor.index_sha256, MAX_INDEX_BYTES)
+            parts = [(part.key, part.sha256, part.num_bytes) for part in decode_index(index, self.layout, way.anchor.index_key).parts]
+        return [*parts, *((hop.ref.key, hop.ref.sha256, hop.ref.num_bytes) for hop in way.hops)]
 
 
 def _mark_of(head: Head) -> Mark:

@@ -7,24 +7,27 @@ the caller has checked the sha256 of the bytes.
 
 Sections (all little-endian; absent when empty):
 
-    gaps           gap blob of the C changed positions
+    segments       int64 [K] changes in each segment of 2^29 codes; only if one beyond the first has any
+    gaps           gap blob of the C changed positions of segment 0, counted from its start
     signs          ceil(C / 8) bytes, bit i (low bit first) is 1 where difference i is positive
     magnitudes     blob of |difference| - 1 as uint8 [C], only if one of them is not 0
+    gaps.k, signs.k, magnitudes.k   the same of segment k > 0
     raw.gaps       gap blob of the M changed raw positions
     raw.values     uint16 or uint32 [M], bit patterns of the new values
     regrid.groups  gap blob of the R group numbers
     regrid.scales, regrid.biases   uint16 [R] bf16 bits
     regrid.codes   uint8 [R, 64]
 
-Gap blob, codec pco-8: byte 0 the width of a gap (4 or 8), then one pcodec stream. Codec nibble-zstd-1: byte 0 the width
-of a high part (1, 2, 4 or 8), bytes 1-4 length of the zstd frame of the high parts (gap >> 4), the frame, then the low
+Segments are coded one by one, so that neither side ever holds more than one in full width. Gap blob, codec pco-8: byte
+0 is 4, the width of a gap, then one pcodec stream. Codec nibble-zstd-1: byte 0 the width
+of a high part (1, 2 or 4), bytes 1-4 length of the zstd frame of the high parts (gap >> 4), the frame, then the low
 nibbles, two a byte, first one low. A gap is the distance to the position before, minus 1; the first is the position.
 
 Legend: C changed codes, M changed raw elements, R re-gridded groups.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Final, Literal, TypeVar
 
 import numpy as np
@@ -38,23 +41,13 @@ from stoa.weights.layout import GROUP_SIZE, Layout
 Codec = Literal["pco-8", "nibble-zstd-1"]
 PCO: Final = "pco-8"
 NIBBLE: Final = "nibble-zstd-1"
+SEGMENT_CODES: Final = 1 << 29
+"""Codes of a segment; part of the format."""
 
 _Item = TypeVar("_Item", bound=np.generic)
 Int64s = NDArray[np.int64]
 RawBits = NDArray[np.uint16 | np.uint32]
 Sections = dict[str, NDArray[np.generic]]
-
-_SECTIONS: Final = {
-    "gaps",
-    "signs",
-    "magnitudes",
-    "raw.gaps",
-    "raw.values",
-    "regrid.groups",
-    "regrid.scales",
-    "regrid.biases",
-    "regrid.codes",
-}
 
 
 def _no_positions() -> Int64s:
@@ -98,67 +91,162 @@ def counts_of(change: Change) -> Counts:
     return Counts(len(change.positions), len(change.raw_positions), len(change.groups))
 
 
-def encode_change(change: Change, codec: Codec = PCO) -> Sections:
+def segments_of(change: Change, segment_codes: int = SEGMENT_CODES) -> Iterator[Change]:
+    """The change cut at multiples of `segment_codes`, as views; raw values come with the first. Always at least one."""
+    last = max((int(ends[-1]) for ends in (change.positions, change.groups * GROUP_SIZE) if len(ends)), default=0)
+    for number in range(last // segment_codes + 1):
+        start, stop = np.searchsorted(change.positions, [number * segment_codes, (number + 1) * segment_codes])
+        first, end = np.searchsorted(change.groups * GROUP_SIZE, [number * segment_codes, (number + 1) * segment_codes])
+        raw = slice(None) if number == 0 else slice(0, 0)
+        yield Change(
+            change.positions[start:stop],
+            change.differences[start:stop],
+            change.raw_positions[raw],
+            change.raw_values[raw],
+            change.groups[first:end],
+            change.scales[first:end],
+            change.biases[first:end],
+            change.codes[first:end],
+        )
+
+
+def encode_change(change: Change, codec: Codec = PCO, *, segment_codes: int = SEGMENT_CODES) -> Sections:
     """The sections of a change. Raises FormatError if positions do not increase or a difference is 0 or too large."""
+    return encode_segments(segments_of(change, segment_codes), codec, segment_codes=segment_codes)[0]
+
+
+def encode_segments(changes: Iterable[Change], codec: Codec = PCO, *, segment_codes: int = SEGMENT_CODES) -> tuple[Sections, Counts]:
+    """The sections of a change that comes segment by segment, as `segments_of` cuts it. Raises as `encode_change`."""
     sections: Sections = {}
-    if len(change.positions):
-        size = np.abs(change.differences.astype(np.int32))
-        if size.min() < 1 or size.max() > 255:
-            raise FormatError("a difference of codes is 0 or beyond 255")
-        sections["gaps"] = encode_positions(change.positions, codec)
-        sections["signs"] = np.packbits(change.differences > 0, bitorder="little")
-        if size.max() > 1:
-            sections["magnitudes"] = _encode_small((size - 1).astype(np.uint8), codec)
-    if len(change.raw_positions):
-        sections["raw.gaps"] = encode_positions(change.raw_positions, codec)
-        sections["raw.values"] = change.raw_values
-    if len(change.groups):
-        sections["regrid.groups"] = encode_positions(change.groups, codec)
-        sections["regrid.scales"] = change.scales
-        sections["regrid.biases"] = change.biases
-        sections["regrid.codes"] = change.codes
+    counts: list[int] = []
+    rest: list[Change] = []
+    for number, change in enumerate(changes):
+        counts.append(len(change.positions))
+        if len(change.positions):
+            local = change.positions - number * segment_codes
+            if local[0] < 0 or local[-1] >= segment_codes:
+                raise FormatError("positions do not increase, or leave their segment")
+            sections |= {_name(name, number): section for name, section in _encode_segment(local, change.differences, codec).items()}
+        rest.append(replace(change, positions=_no_positions(), differences=np.empty(0, dtype=np.int16)))
+    raw, groups = rest[0], [part for part in rest if len(part.groups)]
+    num_regrid = sum(len(part.groups) for part in groups)
+    if any(counts[1:]):
+        sections["segments"] = np.array(np.trim_zeros(counts, "b"), dtype=np.int64)
+    if len(raw.raw_positions):
+        sections["raw.gaps"] = encode_positions(raw.raw_positions, codec)
+        sections["raw.values"] = raw.raw_values
+    if num_regrid:
+        sections["regrid.groups"] = encode_positions(np.concatenate([part.groups for part in groups]), codec)
+        sections["regrid.scales"] = np.concatenate([part.scales for part in groups])
+        sections["regrid.biases"] = np.concatenate([part.biases for part in groups])
+        sections["regrid.codes"] = np.concatenate([part.codes for part in groups])
+    return sections, Counts(sum(counts), len(raw.raw_positions), num_regrid)
+
+
+def _encode_segment(positions: Int64s, differences: NDArray[np.int16], codec: Codec) -> Sections:
+    """Gaps, signs and magnitudes of one segment's changes."""
+    low, high = int(differences.min()), int(differences.max())
+    if low < -255 or high > 255 or np.count_nonzero(differences) != len(differences):
+        raise FormatError("a difference of codes is 0 or beyond 255")
+    sections: Sections = {
+        "gaps": encode_positions(positions, codec),
+        "signs": np.packbits(differences > 0, bitorder="little"),
+    }
+    if low < -1 or high > 1:
+        sections["magnitudes"] = _encode_small((np.abs(differences) - 1).astype(np.uint8), codec)
     return sections
 
 
-def decode_change(sections: Mapping[str, NDArray[np.generic]], counts: Counts, layout: Layout, codec: Codec) -> Change:
-    """The change in `sections`.
+def decode_change(
+    sections: Mapping[str, NDArray[np.generic]], counts: Counts, layout: Layout, codec: Codec, *, segment_codes: int = SEGMENT_CODES
+) -> Change:
+    """The change in `sections`, whole. Raises as `decode_segments`."""
+    parts = list(decode_segments(sections, counts, layout, codec, segment_codes=segment_codes))
+    if len(parts) == 1:
+        return parts[0]
+    names = [field.name for field in fields(Change) if not field.name.startswith("raw_")]
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return replace(parts[0], **joined)
 
-    No buffer is larger than `counts` and the layout allow. Raises FormatError for anything that is not exactly one
-    encoded change of this layout with these counts.
+
+def decode_segments(
+    sections: Mapping[str, NDArray[np.generic]], counts: Counts, layout: Layout, codec: Codec, *, segment_codes: int = SEGMENT_CODES
+) -> Iterator[Change]:
+    """The change in `sections`, segment by segment.
+
+    No buffer is larger than the bytes at hand, `counts` and the layout allow. Raises FormatError for anything that is not
+    exactly one encoded change of this layout with these counts; what concerns the whole, before the first segment.
     """
     num_groups = layout.num_codes // GROUP_SIZE
     num_c, num_m, num_r = counts.num_changed, counts.num_raw, counts.num_regrid
     if not (0 <= num_c <= layout.num_codes and 0 <= num_m <= layout.num_raw and 0 <= num_r <= num_groups):
         raise FormatError(f"{counts} is more than the layout holds")
-    unknown = sections.keys() - _SECTIONS
-    if unknown:
-        raise FormatError(f"a delta has no section {min(unknown)!r}")
     reader = _Reader(sections, codec)
-    change = Change(
-        reader.positions("gaps", num_c, layout.num_codes),
-        reader.differences(num_c),
-        reader.positions("raw.gaps", num_m, layout.num_raw),
-        reader.array("raw.values", np.uint16 if layout.raw_dtype == "bfloat16" else np.uint32, (num_m,)),
-        reader.positions("regrid.groups", num_r, num_groups),
-        reader.array("regrid.scales", np.uint16, (num_r,)),
-        reader.array("regrid.biases", np.uint16, (num_r,)),
-        reader.array("regrid.codes", np.uint8, (num_r, GROUP_SIZE)),
-    )
+    numbers = reader.segments(num_c, layout.num_codes, segment_codes)
+    # What needs bytes of its own for every entry comes first: a small object with large counts ends here.
+    signs = [reader.array(_name("signs", k), np.uint8, ((count + 7) // 8,)) for k, count in enumerate(numbers)]
+    raw_values = reader.array("raw.values", np.uint16 if layout.raw_dtype == "bfloat16" else np.uint32, (num_m,))
+    scales, biases = (reader.array(f"regrid.{name}", np.uint16, (num_r,)) for name in ("scales", "biases"))
+    codes = reader.array("regrid.codes", np.uint8, (num_r, GROUP_SIZE))
+    raw_positions = reader.positions("raw.gaps", num_m, layout.num_raw)
+    groups = reader.positions("regrid.groups", num_r, num_groups)
+    blobs = [(reader.take(_name("gaps", k), count), reader.left.pop(_name("magnitudes", k), None)) for k, count in enumerate(numbers)]
     if reader.left:
         raise FormatError(f"section {min(reader.left)!r} belongs to nothing")
-    if num_r and np.isin(change.positions // GROUP_SIZE, change.groups).any():
-        raise FormatError("a code changes both by itself and with its group")
-    return change
+    borders = np.searchsorted(groups * GROUP_SIZE, np.arange(len(numbers) + 1) * segment_codes)
+    borders[-1] = num_r
+    for k, count in enumerate(numbers):
+        start, (gaps, sizes) = k * segment_codes, blobs[k]
+        positions = _no_positions()
+        if gaps is not None:
+            positions = decode_positions(gaps, count, min(segment_codes, layout.num_codes - start), codec)
+            positions += start
+        own = slice(int(borders[k]), int(borders[k + 1]))
+        if num_r and np.isin(positions // GROUP_SIZE, groups[own]).any():
+            raise FormatError("a code changes both by itself and with its group")
+        differences = _differences(signs[k], sizes, count, codec)
+        raw = slice(None) if k == 0 else slice(0, 0)
+        yield Change(positions, differences, raw_positions[raw], raw_values[raw], groups[own], scales[own], biases[own], codes[own])
+
+
+def _name(section: str, segment: int) -> str:
+    return f"{section}.{segment}" if segment else section
+
+
+def merge(first: Change, second: Change) -> Change:
+    """Two changes in a row as one: what cancels is gone, later absolute values win."""
+    groups = np.union1d(first.groups, second.groups)
+    scales, biases = np.empty(len(groups), dtype=np.uint16), np.empty(len(groups), dtype=np.uint16)
+    codes = np.empty((len(groups), GROUP_SIZE), dtype=np.uint8)
+    for change in (first, second):
+        if change is second and len(first.groups):
+            # A group that was made anew first and then changed by single codes.
+            at = np.searchsorted(groups, second.positions // GROUP_SIZE)
+            inside = np.isin(second.positions // GROUP_SIZE, first.groups)
+            codes[at[inside], second.positions[inside] % GROUP_SIZE] += second.differences[inside].astype(np.uint8)
+        at = np.searchsorted(groups, change.groups)
+        scales[at], biases[at], codes[at] = change.scales, change.biases, change.codes
+    positions, differences = merge_positions([first, second], groups)
+    raw_positions = np.union1d(first.raw_positions, second.raw_positions)
+    raw_values = np.empty(len(raw_positions), dtype=second.raw_values.dtype if len(second.raw_values) else first.raw_values.dtype)
+    for change in (first, second):
+        raw_values[np.searchsorted(raw_positions, change.raw_positions)] = change.raw_values
+    return Change(positions, differences, raw_positions, raw_values, groups, scales, biases, codes)
 
 
 def merge_positions(changes: Sequence[Change], groups: Int64s) -> tuple[Int64s, NDArray[np.int16]]:
     """Positions and differences of several changes in a row as one, without those inside `groups`; what cancels is gone."""
     everywhere = np.concatenate([change.positions for change in changes])
-    positions, inverse = np.unique(everywhere, return_inverse=True)
-    differences = np.concatenate([change.differences for change in changes])
-    total = np.zeros(len(positions), dtype=np.int16)
-    np.add.at(total, inverse, differences)
-    kept = (total != 0) & ~np.isin(positions // GROUP_SIZE, groups)
+    order = np.argsort(everywhere, kind="stable")
+    everywhere = everywhere[order]
+    differences = np.concatenate([change.differences for change in changes])[order]
+    if not len(everywhere):
+        return everywhere, differences
+    starts = np.flatnonzero(np.diff(everywhere, prepend=np.int64(-1)))
+    positions, total = everywhere[starts], np.add.reduceat(differences, starts, dtype=np.int16)
+    kept = total != 0
+    if len(groups):
+        kept &= ~np.isin(positions // GROUP_SIZE, groups)
     return positions[kept], total[kept]
 
 
@@ -169,14 +257,14 @@ class _Reader:
         self.left = dict(sections)
         self._codec: Codec = codec
 
-    def _take(self, name: str, count: int) -> NDArray[np.generic] | None:
+    def take(self, name: str, count: int) -> NDArray[np.generic] | None:
         found = self.left.pop(name, None)
         if (found is None) != (count == 0):
             raise FormatError(f"section {name!r} is {'missing' if found is None else 'there'}, for {count} entries")
         return found
 
     def array(self, name: str, dtype: type[_Item], shape: tuple[int, ...]) -> NDArray[_Item]:
-        found = self._take(name, shape[0])
+        found = self.take(name, shape[0])
         if found is None:
             return np.empty(shape, dtype=dtype)
         if found.dtype != dtype or found.shape != shape:
@@ -184,50 +272,68 @@ class _Reader:
         return found.view(dtype)
 
     def positions(self, name: str, count: int, limit: int) -> Int64s:
-        found = self._take(name, count)
+        found = self.take(name, count)
         return _no_positions() if found is None else decode_positions(found, count, limit, self._codec)
 
-    def differences(self, count: int) -> NDArray[np.int16]:
-        signs = self.array("signs", np.uint8, ((count + 7) // 8,))
-        positive = np.unpackbits(signs, count=count, bitorder="little")
-        if np.packbits(positive, bitorder="little").tobytes() != signs.tobytes():
-            raise FormatError("spare bits of section 'signs' are set")
-        difference = positive.astype(np.int16) * np.int16(2) - np.int16(1)
-        sizes = self.left.pop("magnitudes", None)
-        if sizes is None:
-            return difference
-        return difference * (_decode_small(sizes, count, self._codec).astype(np.int16) + np.int16(1))
+    def segments(self, count: int, num_codes: int, segment_codes: int) -> list[int]:
+        """How many of `count` changes are in each segment."""
+        found = self.left.pop("segments", None)
+        if found is None:
+            return [count]
+        most = -(-num_codes // segment_codes)
+        if found.dtype != np.int64 or found.ndim != 1 or not 2 <= len(found) <= most:
+            raise FormatError(f"section 'segments' is {found.dtype} {found.shape}, for {most} segments")
+        numbers = [int(number) for number in found]
+        if min(numbers) < 0 or max(numbers) > segment_codes or numbers[-1] == 0 or sum(numbers) != count:
+            raise FormatError(f"the segments do not hold {count} changes")
+        return numbers
+
+
+def _differences(signs: NDArray[np.uint8], sizes: NDArray[np.generic] | None, count: int, codec: Codec) -> NDArray[np.int16]:
+    """int16 [count] from sign bits and optional magnitudes."""
+    if count % 8 and signs[-1] >> (count % 8):
+        raise FormatError("spare bits of section 'signs' are set")
+    difference = np.unpackbits(signs, count=count, bitorder="little").astype(np.int16)
+    difference *= np.int16(2)
+    difference -= np.int16(1)
+    if sizes is None:
+        return difference
+    if not count:
+        raise FormatError("section 'magnitudes' belongs to nothing")
+    return difference * (_decode_small(sizes, count, codec).astype(np.int16) + np.int16(1))
 
 
 def encode_positions(positions: Int64s, codec: Codec = PCO) -> NDArray[np.uint8]:
-    """Gap blob of strictly increasing positions, at least one."""
-    gaps = np.diff(positions, prepend=np.int64(-1)) - 1
-    if gaps.min() < 0:
-        raise FormatError("positions do not increase")
-    largest = int(gaps.max())
+    """Gap blob of strictly increasing positions below 2^32, at least one."""
+    if int(positions[0]) < 0 or int(positions[-1]) >= 1 << 32 or (np.diff(positions) < 1).any():
+        raise FormatError("positions do not increase, or are beyond 2^32")
+    gaps = np.empty(len(positions), dtype="<u4")
+    gaps[0] = positions[0]
+    np.subtract(positions[1:], positions[:-1], out=gaps[1:], casting="unsafe")
+    gaps[1:] -= np.uint32(1)
     if codec == PCO:
-        width = 4 if largest < 1 << 32 else 8
-        body = _pco(gaps.astype(f"<u{width}"))
-        return _blob(bytes([width]), body)
-    high = gaps >> 4
-    width = next(w for w in (1, 2, 4, 8) if largest >> 4 < 1 << (8 * w))
+        return _blob(bytes([4]), _pco(gaps))
+    high = gaps >> np.uint32(4)
+    width = next(w for w in (1, 2, 4) if int(high.max()) < 1 << (8 * w))
     frame = zstandard.ZstdCompressor(level=1).compress(high.astype(f"<u{width}").tobytes())
-    low = (gaps & 15).astype(np.uint8)
+    low = (gaps & np.uint32(15)).astype(np.uint8)
     if len(low) % 2:
         low = np.append(low, np.uint8(0))
     return _blob(bytes([width]) + len(frame).to_bytes(4, "little"), frame, (low[0::2] | (low[1::2] << 4)).tobytes())
 
 
 def decode_positions(blob: NDArray[np.generic], count: int, limit: int, codec: Codec) -> Int64s:
-    """The `count` positions of a gap blob, all below `limit`. Raises FormatError."""
+    """The `count` positions of a gap blob, all below `limit`, which is at most 2^32. Raises FormatError."""
+    if not 0 < count <= limit:
+        raise FormatError(f"{count} positions below {limit}")
     data = _bytes_of(blob)
-    width = data[0] if data else 0
+    width = data[0] if len(data) else 0
     if codec == PCO:
-        if width not in (4, 8):
+        if width != 4:
             raise FormatError(f"a gap has {width} bytes")
-        gaps = _unpco(data[1:], np.empty(count, dtype=f"<u{width}"))
+        gaps = _unpco(data[1:], np.empty(count, dtype="<u4"))
     else:
-        if width not in (1, 2, 4, 8) or len(data) < 5:
+        if width not in (1, 2, 4) or len(data) < 5:
             raise FormatError("a gap blob is torn")
         end = 5 + int.from_bytes(data[1:5], "little")
         if len(data) != end + (count + 1) // 2:
@@ -235,14 +341,14 @@ def decode_positions(blob: NDArray[np.generic], count: int, limit: int, codec: C
         high = np.frombuffer(_unzstd(data[5:end], count * width), dtype=f"<u{width}")
         pairs = np.frombuffer(data[end:], dtype=np.uint8)
         low = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)
-        if low[count:].any():
-            raise FormatError("a spare nibble is set")
-        gaps = (high.astype(np.uint64) << np.uint64(4)) | low[:count]
-    # A running sum of hostile gaps may wrap: no gap, nor the sum of all, may reach the limit.
-    if int(gaps.max()) >= limit or float(np.sum(gaps, dtype=np.float64)) + count > limit + 0.5:
-        raise FormatError(f"a position is beyond {limit}")
+        if low[count:].any() or int(high.max()) >= 1 << 28:
+            raise FormatError("a gap blob has spare bits set")
+        gaps = (high.astype(np.uint32) << np.uint32(4)) | low[:count]
+    # At most 2^32 gaps below 2^32: the running sum cannot wrap.
     positions = np.cumsum(gaps, dtype=np.int64)
     positions += np.arange(count, dtype=np.int64)
+    if int(positions[-1]) >= limit:
+        raise FormatError(f"a position is beyond {limit}")
     return positions
 
 

@@ -20,6 +20,7 @@ from stoa.weights.layout import GROUP_SIZE, ArraySpec, Layout, TensorSpec
 from stoa.weights.pulse import Change, Int64s, RawBits
 
 _Item = TypeVar("_Item", bound=np.generic)
+_BLOCK: Final = 1 << 15
 
 NUMPY_TYPES: Final = {"uint8": np.dtype(np.uint8), "bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
 """How each stored type is held in numpy; bf16 as bit patterns."""
@@ -114,32 +115,40 @@ class WeightState:
     def apply(self, change: Change) -> Undo:
         """Apply a change in place; returns what it overwrote.
 
-        Everything that could be wrong is found before the first write: FormatError if a code would leave 0..255.
+        Raises FormatError if a code would leave 0..255; the weights are as they were then.
         """
-        layout = self.layout
-        new_codes: list[NDArray[np.uint8]] = []
-        old_codes: list[NDArray[np.uint8]] = []
-        pieces = list(_pieces(layout.quantised, change.positions, 1))
-        for spec, part, local in pieces:
-            old = self.arrays[spec.name].view(np.uint8).reshape(-1)[local]
-            new = old.astype(np.int16) + change.differences[part]
-            if len(new) and (int(new.min()) < 0 or int(new.max()) > 255):
-                raise FormatError(f"{spec.name}: a change leaves the codes 0..255: it was made from other weights")
-            old_codes.append(old)
-            new_codes.append(new.astype(np.uint8))
+        undo = Undo(change, np.empty(len(change.positions), dtype=np.uint8), *self.values_at(change))
         self.verified_id = None
-        undo = Undo(change, _joined(old_codes, np.uint8), *self.values_at(change))
-        for (spec, _, local), new in zip(pieces, new_codes, strict=True):
-            self.arrays[spec.name].view(np.uint8).reshape(-1)[local] = new
+        for codes, part, local in self._code_blocks(change):
+            old, difference = codes.take(local), change.differences[part]
+            undo.codes[part] = old
+            new = old + difference  # int16
+            if int(new.min()) < 0 or int(new.max()) > 255:
+                self._restore_codes(undo, part.start)
+                raise FormatError(f"position {change.positions[part.start]}: a change leaves the codes 0..255: made from other weights")
+            codes[local] = new
         self._write_absolute(change, change.raw_values, change.scales, change.biases, change.codes)
         return undo
 
     def undo(self, undo: Undo) -> None:
         """Take back the change applied last."""
         self.verified_id = None
-        for spec, part, local in _pieces(self.layout.quantised, undo.change.positions, 1):
-            self.arrays[spec.name].view(np.uint8).reshape(-1)[local] = undo.codes[part]
+        self._restore_codes(undo, len(undo.change.positions))
         self._write_absolute(undo.change, undo.raw_values, undo.scales, undo.biases, undo.group_codes)
+
+    def _restore_codes(self, undo: Undo, count: int) -> None:
+        """Put back the codes at the first `count` positions of an applied change."""
+        for codes, part, local in self._code_blocks(undo.change):
+            if part.start < count:
+                codes[local] = undo.codes[part]
+
+    def _code_blocks(self, change: Change) -> Iterator[tuple[NDArray[np.uint8], slice, Int64s]]:
+        """The changed codes in blocks that fit a processor's cache: flat codes of a tensor, slice of the change, positions."""
+        for spec, part, start in _spans(self.layout.quantised, change.positions, 1):
+            codes = self.arrays[spec.name].view(np.uint8).reshape(-1)
+            for first in range(part.start, part.stop, _BLOCK):
+                block = slice(first, min(first + _BLOCK, part.stop))
+                yield codes, block, change.positions[block] - start
 
     def values_at(self, change: Change) -> tuple[RawBits, NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint8]]:
         """Present raw values, scales, biases and codes where `change` will write."""
@@ -179,16 +188,22 @@ def check_array(spec: ArraySpec, array: NDArray[np.generic]) -> None:
         raise LayoutError(f"{spec.name} is {array.dtype} {array.shape}, not contiguous {NUMPY_TYPES[spec.dtype]} {spec.shape}")
 
 
-def _pieces(specs: tuple[TensorSpec, ...], positions: Int64s, size: int) -> Iterator[tuple[TensorSpec, slice, Int64s]]:
-    """For each tensor that `positions` touch: it, its slice of `positions`, and positions within it, in units of `size` elements."""
+def _spans(specs: tuple[TensorSpec, ...], positions: Int64s, size: int) -> Iterator[tuple[TensorSpec, slice, int]]:
+    """For each tensor that `positions` touch: it, its slice of `positions`, and where it begins, in units of `size` elements."""
     start = 0
     offset = 0
     for spec in specs:
         offset_after = offset + spec.num_elements // size
         stop = int(np.searchsorted(positions, offset_after))
         if stop > start:
-            yield spec, slice(start, stop), positions[start:stop] - offset
+            yield spec, slice(start, stop), offset
         start, offset = stop, offset_after
+
+
+def _pieces(specs: tuple[TensorSpec, ...], positions: Int64s, size: int) -> Iterator[tuple[TensorSpec, slice, Int64s]]:
+    """As `_spans`, with the positions within the tensor."""
+    for spec, part, offset in _spans(specs, positions, size):
+        yield spec, part, positions[part] - offset
 
 
 def _joined(parts: Sequence[NDArray[_Item]], dtype: type[_Item]) -> NDArray[_Item]:

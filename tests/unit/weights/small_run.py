@@ -76,10 +76,12 @@ class SmallRun:
     def new_publisher(self) -> Publisher:
         return Publisher(self.store, self.document, self.signer, hysteresis=self.hysteresis, anchor_part_bytes=50_000)
 
-    def publish(self, *, anchor: bool = False) -> Prepared:
-        """Publish the present weights as the next version and swap HEAD."""
+    def publish(self, *, anchor: bool = False, inline: bool = True) -> Prepared:
+        """Publish the present weights as the next version and swap HEAD. `inline`: its anchor and roll-ups are announced at once."""
         version = self.head.version + 1
-        prepared = self.publisher.prepare(self.weights.items(), step=4 * version, epoch=self.epoch, version=version, anchor=anchor)
+        prepared = self.publisher.prepare(
+            self.weights.items(), step=4 * version, epoch=self.epoch, version=version, anchor=anchor, inline=inline
+        )
         self.head = self.writer.swap(
             self.epoch, version=version, manifest_key=prepared.manifest_key, manifest_sha256=prepared.manifest_sha256, published_at=1.0
         )

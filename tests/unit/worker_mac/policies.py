@@ -93,7 +93,7 @@ def random_state(config: Mapping[str, object], seed: int = 0, raw_dtype: str = "
 
 def model_of(config: Mapping[str, object], state: WeightState, **options: bool) -> Model:
     """The engine's model on a copy of these weights in MLX's memory."""
-    return Model(read_model_config(config), LiveWeights(state).arrays, **options)
+    return Model(read_model_config(config), LiveWeights.of(state).arrays, **options)
 
 
 def oracle_of(config: Mapping[str, object], state: WeightState, *, quantised: bool) -> nn.Module:
@@ -106,7 +106,7 @@ def oracle_of(config: Mapping[str, object], state: WeightState, *, quantised: bo
     else:
         # Scales in fp32, the same values: with bf16 ones the stock model computes in bf16 from the embedding on.
         weights = {
-            name: array.astype(mx.float32) if array.dtype == mx.bfloat16 else array for name, array in LiveWeights(state).arrays.items()
+            name: array.astype(mx.float32) if array.dtype == mx.bfloat16 else array for name, array in LiveWeights.of(state).arrays.items()
         }
         nn.quantize(
             model,

@@ -66,7 +66,9 @@ class Publishing:
                 if not spec.frozen:
                     self.masters[spec.name] += self.numbers.normal(0, 2e-4, spec.shape).astype(np.float32)
         tensors = [(name, self.masters[name].astype(np.float32)) for name in sorted(self.masters)]
-        prepared = self.publisher.prepare(tensors, step=version * 4, epoch=TOKEN, version=version, anchor=anchor or not version)
+        prepared = self.publisher.prepare(
+            tensors, step=version * 4, epoch=TOKEN, version=version, anchor=anchor or not version, inline=True
+        )
         self.writer.swap(
             TOKEN,
             version=version,

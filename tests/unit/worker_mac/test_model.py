@@ -91,7 +91,7 @@ def test_config_that_cannot_be_run_is_refused_by_field(change: dict, named: str)
 
 
 def test_weights_of_another_model_are_refused_by_name() -> None:
-    arrays = LiveWeights(random_state(TINY)).arrays
+    arrays = LiveWeights.of(random_state(TINY)).arrays
     del arrays["model.layers.1.self_attn.k_proj.scales"]
     with pytest.raises(LayoutError, match=r"model\.layers\.1\.self_attn\.k_proj\.scales"):
         Model(read_model_config(TINY), arrays)

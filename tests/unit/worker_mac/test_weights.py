@@ -44,7 +44,7 @@ def test_golden_grid_is_dequantised_bit_for_bit() -> None:
 def test_golden_delta_applied_in_place_gives_the_golden_next_state_in_mlx() -> None:
     base_id, next_id = (str(value) for value in GOLDEN["state_ids"])
     layout = golden_layout()
-    live = LiveWeights(WeightState(layout, golden_arrays("base")))
+    live = LiveWeights.of(WeightState(layout, golden_arrays("base")))
     assert live.state.state_id() == base_id
     header = DeltaHeader("golden", 6, 7, base_id, next_id, layout.layout_id, "pco-8")
     live.state.apply(decode_delta(GOLDEN["delta"].tobytes(), header, Counts(9, 2, 1), layout))
@@ -55,7 +55,7 @@ def test_golden_delta_applied_in_place_gives_the_golden_next_state_in_mlx() -> N
 @pytest.mark.parametrize("spread", [1e-6, 0.02, 30.0])
 def test_mlx_dequantises_as_numpy_does_bit_for_bit(spread: float) -> None:
     state = random_state(TINY, seed=3, spread=spread)
-    live = LiveWeights(state)
+    live = LiveWeights.of(state)
     for spec in state.layout.quantised:
         np.testing.assert_array_equal(np.array(dequantise(live.arrays, spec.module)), state.dequantise(spec.name))
 
@@ -74,7 +74,7 @@ def test_codes_are_packed_as_stock_mlx_packs_them() -> None:
 @pytest.mark.parametrize("raw_dtype", ["float32", "bfloat16"])
 def test_views_and_arrays_are_one_memory(raw_dtype: str) -> None:
     state = random_state(TINY, raw_dtype=raw_dtype)
-    live = LiveWeights(state)
+    live = LiveWeights.of(state)
     assert live.state.state_id() == state.state_id()
     for spec in state.layout.arrays:
         before = np.array(live.arrays[spec.name].view(mx.uint8))
@@ -101,7 +101,7 @@ def random_change(state: object, seed: int) -> Change:
 
 def test_update_in_place_serves_what_a_fresh_load_serves_bit_for_bit() -> None:
     state = random_state(TINY)
-    live = LiveWeights(state)
+    live = LiveWeights.of(state)
     model = Model(read_model_config(TINY), live.arrays)
     before = logits(model)
     active = mx.get_active_memory()
@@ -110,7 +110,7 @@ def test_update_in_place_serves_what_a_fresh_load_serves_bit_for_bit() -> None:
         live.settle()
         live.state.apply(change)
         state.apply(change)
-        fresh = LiveWeights(state.copy())
+        fresh = LiveWeights.of(state.copy())
         np.testing.assert_array_equal(logits(model), logits(Model(read_model_config(TINY), fresh.arrays)))
         assert live.state.state_id() == fresh.state.state_id()
         del fresh

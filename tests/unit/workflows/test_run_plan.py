@@ -148,7 +148,7 @@ def test_starved_run_publishes_one_anchor_of_a_version_and_no_more() -> None:
     state = replace(RunProgress(1000.0), token=1001, version=3, step=10, published_step=8, anchored_version=2)
     starved = StepResult("starved", 11, reason="no groups", wait_seconds=300)
     state = apply(starved, state, RULES, 2000.0)
-    assert plan.next_for_trainer(state, RULES, 2000.0) == plan.PublishVersion(10, anchor=True, checkpoint=True)
+    assert plan.next_for_trainer(state, RULES, 2000.0) == plan.PublishVersion(10, anchor=True, checkpoint=True, announce=True)
     state = apply(VersionPublished(Published(4, 10, "m", anchor_bytes=9), True), state, RULES, 2001.0)
     assert plan.next_for_trainer(state, RULES, 2001.0) == plan.Train(11)
     state = apply(starved, state, RULES, 3000.0)
@@ -162,8 +162,8 @@ def test_without_failures_every_step_is_done_once_and_published_by_cadence() -> 
     world.run()
     assert [command.step for command in world.commands if isinstance(command, plan.Train)] == list(range(1, 13))
     published = [command for command in world.commands if isinstance(command, plan.PublishVersion)]
-    # versions 1, 2, 3: 2 is the turn of the anchor and the checkpoint; the last version is always saved
-    assert [(one.step, one.anchor, one.checkpoint) for one in published] == [(4, False, False), (8, True, True), (12, False, True)]
+    # versions 1, 2, 3: 2 is the turn of the anchor and the checkpoint; the last version is always saved, with an anchor of its own
+    assert [(one.step, one.anchor, one.checkpoint) for one in published] == [(4, False, False), (8, True, True), (12, True, True)]
 
 
 def at(step: int, **changes: object) -> RunProgress:
