@@ -29,6 +29,7 @@ _COMMANDS: Final = {
         "status": "How a run is, what it waits for, and each Mac.",
         "report": "Write report.json, metrics.jsonl, report.html and plots of a run.",
         "export": "Make a folder of a run's weights that other tools open.",
+        "weights": "Look at, check, compare and clear the published weights of a run.",
     },
     "Set up": {
         "services": "Start a local Temporal and a local bucket.",

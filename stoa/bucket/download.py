@@ -107,7 +107,7 @@ class Downloads:
         Raises:
             ObjectMissingError, AccessDeniedError: the bucket says so.
             ServiceUnavailableError: no progress for the store's patience.
-            DigestError: the bucket has other bytes, also after three tries. PreconditionError: it keeps changing.
+            DigestError: the bucket has other bytes, also after three tries.
             DiskFullError: there is no room; what came stays.
         """
         while True:
@@ -231,7 +231,7 @@ class Downloads:
                 return
             self._tries[key] += 1
             if self._tries[key] > MIN_TRIES:
-                raise cause
+                raise cause if isinstance(cause, DigestError) else DigestError(f"{cause}: it keeps changing") from cause
             fresh = Transfer(old.wanted, [(0, old.wanted.num_bytes)] if old.wanted.num_bytes else [])
             self._transfers[self._transfers.index(old)] = fresh
             self._changed.notify_all()
