@@ -97,7 +97,7 @@ def history_of(store: Store, document: RunDocument, head: Head) -> History:
         version=head.version,
         checkpoint_key=head.checkpoint_key,
         manifest_keys=frozenset(key for key, _ in chain),
-        anchors=tuple({manifest.anchor.version: manifest.anchor for _, manifest in chain}.values()),
+        anchors={manifest.anchor: manifest.version for _, manifest in chain},  # the oldest comes last, and stays
         step_keys=step_keys,
         settled_at=settled_at,
         notes=read_drop_notes(store, document.run),

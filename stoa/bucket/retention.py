@@ -65,8 +65,8 @@ class History:
     checkpoint_key: str
     manifest_keys: Collection[str]
     """Of the whole chain."""
-    anchors: Sequence[AnchorRef]
-    """Named in the chain."""
+    anchors: Mapping[AnchorRef, int]
+    """Named in the chain -> the first version whose manifest names it: readers of older versions do not know it."""
     step_keys: Collection[str]
     """Of the whole lineage."""
     settled_at: Mapping[str, int]
@@ -208,7 +208,7 @@ def _needed_anchors(objects: Sequence[Listed], history: History, leases: Sequenc
     kept = set(complete[-policy.num_anchors :])
     floor = min(kept, default=0)
     for lease in leases:
-        before = [version for version in complete if version <= lease.base]
+        before = [version for version in complete if history.anchors[named[version]] <= lease.base]
         kept |= set(before[-1:])
         floor = min(floor, before[-1] if before else lease.base)
     announced = max(named, default=-1)
