@@ -19,7 +19,7 @@ from cli.report.collect import Collector, with_end
 from cli.report.record import RunRecord
 from cli.report.summary import Summary
 from cli.report.write import write_metrics, write_report
-from cli.say import Exit, bytes_text
+from cli.say import Exit, bytes_text, counted
 from cli.services import Ports, Services, start_services
 from cli.temporal import Control
 from stoa.config.load import bucket_credentials, child_environment, load_run
@@ -76,6 +76,7 @@ class _Worker:
 
 def run_demo(options: Options) -> Outcome:
     """Do all of it. Whatever happens, every process that was started is ended before this returns or raises."""
+    load_run(options.config, options.sets, environ={})  # a wrong setting is told before a folder is made
     claim_folder(options.out)
     with Household(options.out) as house:
         services = start_services(house, options.out / "state", options.out / "logs", bucket_credentials(Bucket()), Ports())
@@ -208,9 +209,9 @@ class _Watch:
         out = self._options.out
         config = self._config
         progress.say(f"run {config.run}: {config.model} on {config.environment.name}, seed {config.seed}")
-        progress.say(f"parts: Temporal, bucket, trainer, {self._options.workers} Macs, all on this machine")
+        progress.say(f"parts: Temporal, bucket, trainer, {counted(self._options.workers, 'Mac')}, all on this machine")
         progress.say(f"full weights are {bytes_text(self._layout_bytes)} in int8; each version after the first is a delta")
-        progress.say(f"ends after {config.stop.max_steps} steps, or {self._options.minutes:g} minutes")
+        progress.say(f"ends after {config.stop.max_steps} steps, or {counted(self._options.minutes, 'minute')}")
         progress.say(f"Temporal page: {self._ui_url}")
         progress.say(f"logs: {out / 'logs'}   report: {out / 'report.html'}   Ctrl-C stops everything")
 
@@ -218,7 +219,8 @@ class _Watch:
         deadline = time.monotonic() + (self._options.minutes + GRACE_MINUTES) * 60.0
         next_metrics = time.monotonic() + METRICS_SECONDS
         while True:
-            self._restart_the_dead(progress)
+            # Looked at before HEAD is: a Mac that ended because HEAD says stopped is then known to be done.
+            dead = [worker for worker in self._workers if worker.child is not None and worker.child.exit_code is not None]
             try:
                 record = self._collector.collect()
                 ended = record.state in _ENDED and not self._control.is_running(self._config.run)
@@ -226,6 +228,7 @@ class _Watch:
                 self._fail_if_server_died(problem)
                 continue
             self._record = record
+            self._restart(dead, progress)
             progress.show(record)
             if time.monotonic() >= next_metrics:
                 write_metrics(record, self._options.out / "metrics.jsonl")
@@ -234,16 +237,16 @@ class _Watch:
                 self._end_reason = self._control.result(self._config.run).end_reason
                 return
             if time.monotonic() > deadline:
-                self._end_reason = f"the demo's limit of {self._options.minutes:g} minutes is long over"
+                self._end_reason = f"the demo's limit of {counted(self._options.minutes, 'minute')} is long over"
                 return
             time.sleep(POLL_SECONDS)
 
-    def _restart_the_dead(self, progress: Progress) -> None:
+    def _restart(self, dead: list[_Worker], progress: Progress) -> None:
         if self._record is not None and self._record.state in _ENDED:
             return
-        for worker in self._workers:
+        for worker in dead:
             child = worker.child
-            if child is None or child.exit_code is None:
+            if child is None or (worker.name != "trainer" and child.exit_code == Exit.DONE and self._collector.head_stopped):
                 continue
             if child.exit_code == Exit.WRONG_USE:
                 raise MissingExtraError(f"{worker.name} cannot start\n{child.last_lines()}", hint=f"its log is {child.log}")

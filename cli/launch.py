@@ -146,7 +146,7 @@ def _claim(config: RunConfig, store: Store, layout: Layout, state: Path | None) 
     if store.exists(keys.run_json(config.run)):
         raise RunExistsError(
             f"{store.name} has a run {config.run!r} already",
-            hint="go on with it: add `--resume`; or start another: `--set run=NAME`",
+            hint="go on with it: add `--resume`; or start another: name it with `run` in a file of its own",
         )
     signer = Signer.from_seed(signing_seed(create=True, base=state))
     files = upload_model_files(store, config.run, resolve_model_folder(config))
@@ -158,7 +158,7 @@ def _go_on(config: RunConfig, store: Store, control: Control, state: Path | None
     if found := differences(document.config, config):
         raise RunMismatchError(
             "\n  ".join([f"run {config.run} was started with other settings", *found]),
-            hint="only [stop] may change: undo the rest, or start another run with `--set run=NAME`",
+            hint="only [stop] may change: undo the rest, or start another run, with a name and a file of its own",
         )
     if document.public_key != Signer.from_seed(signing_seed(base=state)).public_key:
         raise SignatureError(f"run {config.run} was signed with another key than this host's", hint="set STOA_SIGNING_KEY to the run's key")

@@ -68,6 +68,11 @@ def bytes_text(num_bytes: float) -> str:
     return f"{num_bytes / 1000:.1f} GB"
 
 
+def counted(number: float, noun: str) -> str:
+    """A count with its noun: 1 minute, 8 minutes, 0.5 minutes."""
+    return f"{number:g} {noun}" + ("" if number == 1 else "s")
+
+
 def time_text(seconds: float) -> str:
     """A duration as people read it: 8 s, 2 min 05 s, 3 h 07 min."""
     whole = round(seconds)

@@ -12,7 +12,7 @@ from typing import Any, Final, Self, TypeVar
 from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowQueryFailedError, WorkflowUpdateFailedError
 from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
-from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.exceptions import FailureError, WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities import connection
@@ -148,6 +148,12 @@ class Control:
             await handle.execute_update(update, Ask(reason), rpc_timeout=timedelta(seconds=6 * CALL_SECONDS))
         except WorkflowUpdateFailedError as failure:
             raise UsageError(f"run {run}: {update} was refused: {innermost(failure)}") from None
+        except RPCError as problem:
+            if problem.status == RPCStatusCode.NOT_FOUND and "already completed" in problem.message:
+                raise UsageError(
+                    f"run {run}: {update} was refused: the run has ended", hint="go on with it: `stoa run CONFIG --resume`"
+                ) from None
+            raise
 
     def _call(self, work: Coroutine[Any, Any, ResultT], run: str) -> ResultT:
         try:
@@ -184,7 +190,8 @@ def innermost(failure: BaseException) -> str:
     cause: BaseException = failure
     while (inner := getattr(cause, "cause", None)) is not None:
         cause = inner
-    return str(cause)
+    # Temporal's own text of a failure begins with the name of a class.
+    return cause.message if isinstance(cause, FailureError) else str(cause)
 
 
 def _typed(problem: RPCError, address: str, run: str) -> ServiceError | RunMissingError:

@@ -64,7 +64,8 @@ def tell(folder: Path, summary: "Summary") -> None:
     ratio = f", {summary.anchor_to_delta_ratio:.1f} times smaller than full weights" if summary.anchor_to_delta_ratio else ""
     say.talk(f"median delta    {say.bytes_text(summary.delta_bytes_median)}{ratio}")
     if summary.idle_reason:
-        say.talk(f"waiting         {summary.idle_reason}")
+        for number, reason in enumerate(summary.idle_reason.split("; ")):
+            say.talk(f"{'' if number else 'waiting':16}{reason}")
     for fault in summary.audit.faults:
         say.error(f"audit: {fault}")
     if summary.audit.clean:

@@ -42,11 +42,14 @@ def run(
         limits = [
             f"{stop.max_steps} steps" if stop.max_steps else "",
             f"version {stop.max_versions}" if stop.max_versions else "",
-            f"{stop.max_minutes:g} minutes" if stop.max_minutes else "",
+            say.counted(stop.max_minutes, "minute") if stop.max_minutes else "",
             f"pass@1 of {stop.target_pass_at_1:g}" if stop.target_pass_at_1 else "",
         ]
         say.talk(f"ends at   {' or '.join(filter(None, limits)) or '`stoa stop`'}")
-        say.talk("needs     `python -m trainer_gpu.worker` and one or more `python -m worker_mac.worker`")
+        file = f" {config}" if config is not None else ""
+        say.talk(f"needs     `python -m trainer_gpu.worker{file}` and one or more `python -m worker_mac.worker{file}`")
+        if load_run(config).run != settings.run:
+            say.talk(f'          with a file that says run = "{settings.run}": workers take the name from theirs')
         say.talk(f"stop      `stoa stop {settings.run}`; report: `stoa report {settings.run}`")
         if detach:
             return Exit.DONE

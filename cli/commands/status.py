@@ -2,13 +2,16 @@
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cli import say
 from cli.arguments import AsJson, RunArgument, Servers
 
 if TYPE_CHECKING:
     from cli.report.record import RunRecord
+
+PIPE_COLUMNS: Final = 400
+"""In a pipe nothing is cut to the width of a terminal."""
 
 
 def status(run: RunArgument, /, *, config: Servers = None, as_json: AsJson = False) -> None:
@@ -23,7 +26,10 @@ def status(run: RunArgument, /, *, config: Servers = None, as_json: AsJson = Fal
     if as_json:
         say.data(json.dumps(facts(record), indent=2))
         return
-    Console(highlight=False).print(block(record, found.document.config.stop.max_steps, ""))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_COLUMNS)
+    console.print(block(record, found.document.config.stop.max_steps, ""))
 
 
 def facts(record: "RunRecord") -> dict[str, object]:
@@ -32,7 +38,7 @@ def facts(record: "RunRecord") -> dict[str, object]:
     return {
         "run": record.facts.run,
         "state": record.state,
-        "waiting_for": record.waiting_for,
+        "waiting_for": "" if record.state in ("stopped", "failed") else record.waiting_for,
         "end_reason": record.end_reason,
         "version": record.version,
         "step": max(record.step, record.live_step),

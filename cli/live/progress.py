@@ -66,9 +66,7 @@ class Progress:
         lines: list[str] = []
         if record.state != self._told_state:
             self._told_state = record.state
-            lines.append(
-                f"{self._clock()}run {record.facts.run} is {record.state}" + (f": {record.waiting_for}" if record.waiting_for else "")
-            )
+            lines.append(f"{self._clock()}run {record.facts.run} is {record.state}" + (f": {_why(record)}" if _why(record) else ""))
         for session in record.sessions:
             if self._told_hosts.get(session.host) != session.state:
                 self._told_hosts[session.host] = session.state
@@ -111,14 +109,21 @@ def block(record: RunRecord, max_steps: int, ui_url: str) -> RenderableType:
     """The changing block of a terminal."""
     head = Text.assemble(
         ("run ", "dim"), (record.facts.run, "bold"), "  ", record.state, "  ", time_text(record.seconds),
-        ("  " + record.waiting_for if record.waiting_for else "", "dim"),
+        ("  " + _why(record) if _why(record) else "", "dim"),
     )  # fmt: skip
     parts: list[RenderableType] = [head, _steps(record, max_steps), _numbers(record)]
+    if record.steps:
+        parts.append(Text(f"rewards  {curve([row.metrics.get('reward_mean', 0.0) for row in record.steps])}"))
     if record.sessions:
         parts.append(_fleet(record.sessions))
     if ui_url:
         parts.append(Text(f"Temporal page {ui_url}", style="dim"))
     return Group(*parts)
+
+
+def _why(record: RunRecord) -> str:
+    """Why a run ended, or what it waits for."""
+    return record.end_reason if record.state in ("stopped", "failed") and record.end_reason else record.waiting_for
 
 
 def _steps(record: RunRecord, max_steps: int) -> RenderableType:
@@ -128,7 +133,6 @@ def _steps(record: RunRecord, max_steps: int) -> RenderableType:
         f"version {max(record.version, 0)}",
         f"step {done}" + (f"/{max_steps}" if max_steps else ""),
         ProgressBar(total=max(max_steps, 1), completed=min(done, max_steps or 0), width=36) if max_steps else "",
-        curve([row.metrics.get("reward_mean", 0.0) for row in record.steps]),
     )
     return row
 
@@ -153,16 +157,20 @@ def _numbers(record: RunRecord) -> RenderableType:
 
 
 def _fleet(sessions: tuple[SessionStatus, ...]) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("Mac", "state", "version", "sweeps", "groups", "tokens/s", "pull", "down", "up", "why"):
-        table.add_column(name, justify="left" if name in {"Mac", "state", "why"} else "right", no_wrap=True)
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for name in ("Mac", "state", "version", "sweeps", "groups", "tokens/s", "pull", "down", "up"):
+        table.add_column(name, justify="left" if name in {"Mac", "state"} else "right", no_wrap=True)
+    reasons: dict[str, list[str]] = {}
     for s in sessions:
         speed = s.num_sampled_tokens / s.decode_seconds if s.decode_seconds else 0.0
         table.add_row(
             f"{s.host} {s.place}".strip(), s.state, str(s.version), str(s.num_sweeps), str(s.num_groups), f"{speed:.0f}",
-            f"{s.pull_latency_seconds_last:.1f} s", bytes_text(s.bytes_down), bytes_text(s.bytes_up), s.reason,
+            f"{s.pull_latency_seconds_last:.1f} s", bytes_text(s.bytes_down), bytes_text(s.bytes_up),
         )  # fmt: skip
-    return table
+        if s.reason:
+            reasons.setdefault(s.reason, []).append(s.host)
+    # Below the table, whose columns would otherwise be squeezed on a terminal of 80 columns.
+    return Group(table, *(Text(f"{', '.join(hosts)}: {reason}", style="dim") for reason, hosts in reasons.items()))
 
 
 def curve(values: list[float]) -> str:

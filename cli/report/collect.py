@@ -56,6 +56,11 @@ class Collector:
         self._was_running = False
         self._waits: Counter[str] = Counter()
 
+    @property
+    def head_stopped(self) -> bool:
+        """True if the HEAD that was read last tells the workers that the run is over."""
+        return self._head is not None and self._head.state == "stopped"
+
     def collect(self, *, everything: bool = False) -> RunRecord:
         """The run up to now; `everything` also counts the objects of the bucket, which lists all of them."""
         self._read_bucket(everything)

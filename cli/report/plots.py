@@ -150,7 +150,7 @@ def _trainer_time(record: RunRecord, axes: Axes) -> None:
     published = {row.version: row.latency_seconds for row in record.versions}
     spent = (
         (SERIES[0], "optimizer steps", [sum(r.train_seconds for r in record.steps if r.version == v) for v in versions]),
-        (SERIES[2], "publishing the next", [published.get(v + 1, 0.0) for v in versions]),
+        (SERIES[2], "publishing", [published.get(v + 1, 0.0) for v in versions]),
         (SERIES[1], "waiting for groups", [sum(r.wait_seconds for r in record.steps if r.version == v) for v in versions]),
     )
     bottom = np.zeros(len(versions))
@@ -172,7 +172,7 @@ def _smooth(values: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> list[floa
 
 
 def _legend(axes: Axes) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.2, handlelength=1.4)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.2, handlelength=1.4, columnspacing=1.4)
 
 
 def _whole_numbers(axes: Axes) -> None:

@@ -84,10 +84,15 @@ def test_workers_that_came_first_work_once_a_run_is_there_and_a_stopped_run_goes
         wait_until(lambda: json.loads(stoa(env, "status", "demo", "--json").stdout)["step"] > 4, 90)
         assert stoa(env, "pause", "demo", "--reason", "lunch").returncode == 0
         assert json.loads(stoa(env, "status", "demo", "--json").stdout)["state"] == "paused"
+        twice = stoa(env, "pause", "demo")
+        assert twice.returncode == 2 and "pause was refused: run demo is paused already: lunch" in twice.stderr
         assert stoa(env, "resume", "demo").returncode == 0
         wait_until(lambda: json.loads(stoa(env, "status", "demo", "--json").stdout)["step"] >= 10, 90)
         assert stoa(env, "stop", "demo", "--reason", "enough").returncode == 0
         wait_until(lambda: json.loads(stoa(env, "status", "demo", "--json").stdout)["state"] == "stopped", 90)
+
+        late = stoa(env, "stop", "demo")
+        assert late.returncode == 2 and "stop was refused: the run has ended" in late.stderr
 
         report = stoa(env, "report", "demo", "--out", str(tmp_path / "report"), "--json")
         assert report.returncode == 0, report.stderr

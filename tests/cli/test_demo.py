@@ -72,6 +72,7 @@ def test_demo_ends_at_its_last_step_reports_and_leaves_nothing(tmp_path: Path) -
     assert report["groups_trained"] == 64
     assert report["pass_at_1"]["num_questions"] == 32
     assert report["audit"]["clean"]
+    assert report["restarts"] == {}, "a Mac that ended because the run was over was started again"
     assert report["anchor_bytes"] > report["delta_bytes_median"] > 0
     assert report["bytes_pulled"] > 0
     kinds = [json.loads(line)["kind"] for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -19,3 +19,10 @@ def test_folder_that_cannot_be_made_is_wrong_use(parent: str) -> None:
     done = demo(Path(parent) / "demo")
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {parent}/demo: cannot be made: ")
+
+
+def test_wrong_setting_leaves_no_folder(tmp_path: Path) -> None:
+    done = demo(tmp_path / "demo", "--set", "learning.learning_rat=1")
+    assert done.returncode == 2
+    assert "did you mean learning.learning_rate?" in done.stderr
+    assert not (tmp_path / "demo").exists()

@@ -42,6 +42,28 @@ def test_mac_that_goes_away_is_told_with_its_reason() -> None:
     assert lines[-1].endswith("mac-1 is away: no heartbeat")
 
 
+def shown(now: object, width: int = 80) -> list[str]:
+    stream = io.StringIO()
+    Console(file=stream, width=width, color_system=None).print(block(now, 96, ""))  # type: ignore[arg-type]
+    return stream.getvalue().splitlines()
+
+
+def test_80_columns_cut_no_number_and_a_reason_stands_once_under_the_macs_it_is_of() -> None:
+    hosts = [session(f"mac-{n:08x}", reason="no room within the staleness bound", bytes_up=715_600) for n in (1, 2)]
+    text = "\n".join(shown(record(state="running", sessions=tuple(hosts))))
+    assert "\u2026" not in text
+    for part in ("version", "sweeps", "tokens/s", "45.0 kB", "715.6 kB", "mac-00000001, mac-00000002: no room within the staleness bound"):
+        assert text.count(part) >= 1, part
+    assert text.count("no room") == 1
+
+
+def test_ended_run_tells_why_it_ended_not_what_it_was_doing_then() -> None:
+    ended = record(state="stopped", end_reason="all 96 steps are done", waiting_for="ending: telling HEAD and the Macs")
+    assert "all 96 steps are done" in shown(ended)[0]
+    for lines in (shown(ended), lines_of(ended)):
+        assert not any("telling HEAD" in line for line in lines)
+
+
 def test_terminal_block_shows_what_is_waited_for() -> None:
     stream = io.StringIO()
     now = record(state="running", waiting_for="step 5: waiting for groups", live_step=6, versions=(version(0), version(1), version(2)))

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from cli.report.summary import summarise
 from cli.report.write import metric_rows, page, write_report
@@ -55,6 +56,13 @@ def test_all_files_are_written(folder: Path) -> None:
     pictures = {p.name for p in (folder / "plots").iterdir()}
     assert pictures == {f"{n}.png" for n in ("learning", "reward", "distance", "staleness", "bytes", "trainer_time")}
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (folder / "plots").iterdir())
+
+
+def test_no_picture_is_cut_at_its_edge(folder: Path) -> None:
+    """A legend wider than its figure runs over the edge, and squeezes the axes."""
+    for path in (folder / "plots").iterdir():
+        pixels = imread(path)
+        assert pixels[:, -3:, :3].min() == 1.0, path.name
 
 
 def test_page_is_whole_and_needs_no_network(folder: Path) -> None:

@@ -43,3 +43,8 @@ def test_sizes(size: int, text: str) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert say.time_text(seconds) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(1, "1 minute"), (1.0, "1 minute"), (8.0, "8 minutes"), (0.5, "0.5 minutes")])
+def test_one_of_a_thing_is_not_several(number: float, text: str) -> None:
+    assert say.counted(number, "minute") == text
