@@ -1,36 +1,136 @@
-"""Alarms on a step's metrics: which bounds were crossed, and what the run asked to be done about it."""
+"""Alarms on a step's metrics: what is worked out from the steps before, which bounds were crossed, what is done about it.
 
+A bound and its action are the config's; a pause is the workflow's to make, and Macs go on generating meanwhile. What an
+alarm needs of the past is read back from step manifests, so that a resumed trainer judges as one that never stopped.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import Final
 
 import structlog
 
+from stoa.bucket.head import Head
+from stoa.bucket.steps import lineage
+from stoa.bucket.store import Store
 from stoa.config.run import Alarm, Alarms
 
+PAST_STEPS: Final = 20
+"""Steps that a running mean or median looks back, and steps whose mean a run's beginning is."""
+LEAST_PAST: Final = 5
+"""Steps before which nothing is compared with the past."""
+RISING_STEPS: Final = 5
+
 _FIRES_BELOW: Final = frozenset({"ess_fraction"})
+_GO_ON: Final = "see the metrics in `stoa report`, then `stoa resume` goes on"
 
 log = structlog.get_logger()
+Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """metrics: `alarm_<name>` = 1 for every alarm that fired. pause: why the trainer should pause, empty if it should not."""
+    """metrics: what was worked out, and `alarm_<name>`, `warning_<name>` = 1 for what was crossed.
+
+    pause: why the trainer should pause and how to go on, empty if it should not.
+    """
 
     metrics: dict[str, float]
     pause: str
 
 
-def ring(alarms: Alarms, metrics: dict[str, float]) -> Rung:
-    """Hold every alarm against the metric of its name."""
-    fired: dict[str, float] = {}
-    pauses: list[str] = []
-    for name in Alarms.model_fields:
-        alarm: Alarm = getattr(alarms, name)
-        below = name in _FIRES_BELOW
-        value = metrics[name]
-        if value < alarm.threshold if below else value > alarm.threshold:
-            log.warning("alarm_fired", name=name, value=value, threshold=alarm.threshold, action=alarm.action)
-            fired[f"alarm_{name}"] = 1.0
+class AlarmBook:
+    """The alarms of one lease. One thread."""
+
+    def __init__(self, alarms: Alarms, past: Iterable[Metrics] = ()) -> None:
+        """`past`: metrics of the newest steps, oldest first, as they stand in their manifests."""
+        self._alarms = alarms
+        self._past: deque[Metrics] = deque(past, maxlen=PAST_STEPS)
+
+    @classmethod
+    def of_run(cls, alarms: Alarms, store: Store, head: Head) -> "AlarmBook":
+        """As if this process had trained the steps that HEAD names."""
+        newest = [manifest.metrics for manifest in islice(lineage(store, head), PAST_STEPS)]
+        return cls(alarms, reversed(newest))
+
+    def ring(self, metrics: Metrics) -> Rung:
+        """Hold every alarm against the metric of its name, and remember the step."""
+        found = derived(metrics, list(self._past))
+        whole = {**metrics, **found}
+        pauses: list[str] = []
+        for name in Alarms.model_fields:
+            alarm: Alarm = getattr(self._alarms, name)
+            if alarm.warn is not None and self._held(name, whole, alarm.warn, alarm.steps):
+                found[f"warning_{name}"] = 1.0
+                log.warning("alarm_near", name=name, value=whole[name], warn=alarm.warn, threshold=alarm.threshold)
+            if not self._held(name, whole, alarm.threshold, alarm.steps):
+                continue
+            found[f"alarm_{name}"] = 1.0
+            log.warning("alarm_fired", name=name, value=whole[name], threshold=alarm.threshold, action=alarm.action)
             if alarm.action == "pause":
-                pauses.append(f"{name} is {value:.3g}, {'below' if below else 'above'} {alarm.threshold:.3g}")
-    return Rung(fired, "; ".join(pauses))
+                pauses.append(_sentence(name, whole[name], alarm))
+        self._past.append({**metrics, **found})
+        return Rung(found, f"{'; '.join(pauses)}. {_GO_ON}" if pauses else "")
+
+    def _held(self, name: str, metrics: Metrics, bound: float, steps: int) -> bool:
+        """Whether the metric is beyond its bound now and was so in the steps just before."""
+        recent = [*self._past, metrics][-steps:]
+        return len(recent) == steps and all(name in one and _beyond(name, one[name], bound) for one in recent)
+
+
+def derived(metrics: Metrics, past: list[Metrics]) -> dict[str, float]:
+    """What only the past tells; arXiv 2602.04879 names the mismatch and sinking good tokens as what comes before a collapse.
+
+    Args:
+        metrics: of this step.
+        past: of the steps before it, oldest first.
+    """
+    known = past[-1].get("start_steps", 0.0) if past else 0.0
+    gap = metrics["cover"] - metrics["exact_match"]
+    entropy_start = _start(metrics["entropy"], past, "entropy_start", known)
+    gap_start = _start(gap, past, "cover_gap_start", known)
+    enough = len(past) >= LEAST_PAST
+    norms = [one["grad_norm"] for one in past]
+    good = statistics.fmean(one["logprob_positive_mean"] for one in past) if enough else 0.0
+    mismatches = [one["mismatch_mean"] for one in [*past, metrics][-RISING_STEPS - 1 :]]
+    rising = len(mismatches) == RISING_STEPS + 1 and all(a < b for a, b in pairwise(mismatches))
+    before = past[-RISING_STEPS]["ess_fraction"] if enough else metrics["ess_fraction"]
+    return {
+        "start_steps": min(known + 1, float(PAST_STEPS)),
+        "entropy_start": entropy_start,
+        "entropy_shift": _octaves(metrics["entropy"], entropy_start),
+        "cover_gap": gap,
+        "cover_gap_start": gap_start,
+        "cover_gap_rise": gap - gap_start,
+        "grad_norm_ratio": metrics["grad_norm"] / max(statistics.median(norms), 1e-30) if enough else 1.0,
+        "logprob_positive_fall": max(0.0, (good - metrics["logprob_positive_mean"]) / max(-good, 1e-30)) if enough else 0.0,
+        "mismatch_climb": metrics["mismatch_mean"] if rising else 0.0,
+        "ess_fall": max(0.0, 1.0 - metrics["ess_fraction"] / max(before, 1e-30)),
+    }
+
+
+def _start(value: float, past: list[Metrics], name: str, num_known: float) -> float:
+    """Mean of the run's first PAST_STEPS steps: carried from step to step, and finished once it has all of them."""
+    if num_known < 1:
+        return value
+    before = past[-1][name]
+    return before if num_known >= PAST_STEPS else before + (value - before) / (num_known + 1)
+
+
+def _octaves(value: float, start: float) -> float:
+    """How many times a value has doubled or halved since the start."""
+    return abs(math.log2(max(value, 1e-12) / max(start, 1e-12)))
+
+
+def _beyond(name: str, value: float, bound: float) -> bool:
+    return value < bound if name in _FIRES_BELOW else value > bound
+
+
+def _sentence(name: str, value: float, alarm: Alarm) -> str:
+    side = "below" if name in _FIRES_BELOW else "above"
+    held = f" for {alarm.steps} steps" if alarm.steps > 1 else ""
+    return f"{name} is {value:.3g}, {side} {alarm.threshold:.3g}{held}"

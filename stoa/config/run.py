@@ -170,6 +170,8 @@ class Learning(Section):
     """Type of the forward pass; masters are float32."""
     num_threads: Annotated[int, Field(ge=0, le=1024)] = 1
     """Threads of the trainer on a CPU host; 0 leaves it to torch."""
+    expert_parallel: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Processes of the trainer that share one set of experts; 0: as many as divide both processes and experts."""
     gate: Gate = Field(default_factory=Gate)
 
     @model_validator(mode="after")
@@ -184,17 +186,41 @@ class Alarm(Section):
     """Value at which it fires."""
     action: Literal["pause", "log"] = "log"
     """What it does."""
+    steps: Annotated[int, Field(ge=1, le=20)] = 1
+    """Steps in a row that the metric must be beyond the bound."""
+    warn: float | None = None
+    """Value at which it is logged as near."""
 
 
 class Alarms(Section):
     """Alarms on step metrics."""
 
-    gate_drop_rate: Alarm = Alarm(threshold=0.25)
+    gate_drop_rate: Alarm = Alarm(threshold=0.25, warn=0.1, steps=3)
     """Share of tokens with an advantage that the gate drops."""
-    mismatch_mean: Alarm = Alarm(threshold=0.2)
+    mismatch_mean: Alarm = Alarm(threshold=0.2, warn=0.1)
     """Mean |pi - mu| over sampled tokens."""
-    ess_fraction: Alarm = Alarm(threshold=0.2)
+    mismatch_climb: Alarm = Alarm(threshold=0.1, warn=0.02)
+    """The same, while it has risen five steps in a row."""
+    bad_fraction: Alarm = Alarm(threshold=0.05, warn=0.005)
+    """Share of tokens with a negative advantage whose probability fell by more than 0.5."""
+    ess_fraction: Alarm = Alarm(threshold=0.2, warn=0.5)
     """Effective sample size over tokens; fires below."""
+    ess_fall: Alarm = Alarm(threshold=0.6, warn=0.3)
+    """Share of the effective sample size lost over five steps."""
+    grad_norm_ratio: Alarm = Alarm(threshold=20.0, warn=5.0)
+    """Gradient norm over its running median; one that is not finite fails the step."""
+    logprob_positive_fall: Alarm = Alarm(threshold=0.2, steps=5)
+    """How far the mean ln pi of tokens with a positive advantage sinks below its running mean, as a share."""
+    entropy_shift: Alarm = Alarm(threshold=2.0, warn=1.0)
+    """Doublings or halvings of the entropy since the run's first 20 steps."""
+    cover_gap_rise: Alarm = Alarm(threshold=0.2, warn=0.1, steps=10)
+    """Growth of the share of answers that contain a gold answer without being one."""
+    truncated_rate: Alarm = Alarm(threshold=0.2, warn=0.05)
+    """Share of episodes that a token limit ended."""
+    malformed_rate: Alarm = Alarm(threshold=0.5, warn=0.2)
+    """Share of episodes that a malformed turn ended."""
+    zero_variance_fraction: Alarm = Alarm(threshold=0.9, warn=0.6)
+    """Share of groups whose rewards are all equal."""
 
 
 class Publish(Section):

@@ -33,15 +33,30 @@ CATALOGUE: Final = (
     Metric("mismatch_p50", "", "lower", "the median of |pi - mu|"),
     Metric("mismatch_p99", "", "lower", "the 99th percentile of |pi - mu|"),
     Metric("mismatch_max", "", "lower", "the largest |pi - mu|"),
+    Metric("mismatch_replayed", "", "lower", "the mean |pi - mu| of one row under the sampler's experts"),
+    Metric("mismatch_not_replayed", "", "lower", "the same row's under the router's own choice of experts"),
+    Metric("routing_differs_fraction", "", "lower", "the share of tokens and layers where the two choose other experts"),
     Metric("k3", "nats", "lower", "the k3 estimate of the KL divergence of mu from pi"),
     Metric("ess_fraction", "", "higher", "the effective sample size of the weights pi / mu over the number of tokens"),
     # Policy.
     Metric("entropy", "nats", "neither", "the mean entropy of the policy where it sampled a token"),
     Metric("logprob_positive_mean", "nats", "higher", "the mean ln pi of tokens with a positive advantage: it sinks before a collapse"),
+    Metric("loss", "", "neither", "the mean loss of a sampled token: only its gradient means something"),
     Metric("grad_norm", "", "neither", "the norm of the gradient before clipping"),
     Metric("learning_rate", "", "neither", "the learning rate of the step"),
     Metric("sampled_tokens", "tokens", "neither", "the sampled tokens of the step"),
     Metric("num_rows", "rows", "neither", "the packed rows of the step"),
+    # What the steps before tell of this one; alarms watch them.
+    Metric("start_steps", "steps", "neither", "the number of steps that the run's beginning is the mean of"),
+    Metric("entropy_start", "nats", "neither", "the mean entropy of the run's first 20 steps"),
+    Metric("entropy_shift", "octaves", "lower", "how many times the entropy has doubled or halved since the beginning"),
+    Metric("cover_gap", "", "lower", "the share of answers that contain a gold answer and are none"),
+    Metric("cover_gap_start", "", "neither", "the mean cover_gap of the run's first 20 steps"),
+    Metric("cover_gap_rise", "", "lower", "cover_gap minus that of the beginning: rewards are gained without answering"),
+    Metric("grad_norm_ratio", "", "neither", "the gradient's norm over its median of the 20 steps before"),
+    Metric("logprob_positive_fall", "", "lower", "how far logprob_positive_mean is below its mean of the 20 steps before, as a share"),
+    Metric("mismatch_climb", "", "lower", "mismatch_mean if it has risen 5 steps in a row, else 0"),
+    Metric("ess_fall", "", "lower", "how much of ess_fraction was lost over 5 steps, as a share"),
     # Staleness and the queue.
     Metric("staleness_mean", "versions", "lower", "the mean lag of the step's groups at consumption"),
     Metric("staleness_max", "versions", "lower", "the largest lag of the step's groups"),
@@ -74,6 +89,7 @@ FAMILIES: Final = (
     Metric("staleness", "groups", "neither", "the number of the step's groups with this lag in versions"),
     Metric("dropped", "groups", "lower", "the groups dropped for this reason since the step before"),
     Metric("alarm", "", "lower", "1 where the alarm of this name fired"),
+    Metric("warning", "", "lower", "1 where the alarm of this name was near"),
 )
 
 _BY_NAME: Final = {metric.name: metric for metric in CATALOGUE}

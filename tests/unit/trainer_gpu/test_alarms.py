@@ -1,32 +1,141 @@
-"""Alarms: which metric crosses which bound, which way, and what is asked for."""
+"""Alarms: which metric crosses which bound, which way, for how long, beside which past, and what is asked for."""
+
+import pytest
 
 from stoa.config.run import Alarm, Alarms
-from trainer_gpu.alarms import ring
+from trainer_gpu.alarms import PAST_STEPS, AlarmBook, derived
 
-QUIET = {"gate_drop_rate": 0.01, "mismatch_mean": 0.01, "ess_fraction": 0.9}
-ALARMS = Alarms(
-    gate_drop_rate=Alarm(threshold=0.03, action="pause"),
-    mismatch_mean=Alarm(threshold=0.02, action="log"),
-    ess_fraction=Alarm(threshold=0.2, action="pause"),
-)
+QUIET = {
+    "gate_drop_rate": 0.01,
+    "mismatch_mean": 0.01,
+    "ess_fraction": 0.9,
+    "bad_fraction": 0.0,
+    "grad_norm": 2.0,
+    "entropy": 0.5,
+    "logprob_positive_mean": -0.4,
+    "cover": 0.3,
+    "exact_match": 0.25,
+    "truncated_rate": 0.0,
+    "malformed_rate": 0.0,
+    "zero_variance_fraction": 0.1,
+}
+NEVER = {name: Alarm(threshold=-1e9 if name == "ess_fraction" else 1e9) for name in Alarms.model_fields}
 
 
-def test_quiet_step_rings_nothing() -> None:
-    rung = ring(ALARMS, QUIET)
-    assert (rung.metrics, rung.pause) == ({}, "")
+def book(past: int = 0, **alarms: Alarm) -> AlarmBook:
+    """Only the alarms given; after `past` quiet steps."""
+    made = AlarmBook(Alarms(**{**NEVER, **alarms}))
+    for _ in range(past):
+        made.ring(QUIET)
+    return made
 
 
-def test_pausing_alarm_says_what_crossed_what() -> None:
-    rung = ring(ALARMS, {**QUIET, "gate_drop_rate": 0.05})
-    assert rung.metrics == {"alarm_gate_drop_rate": 1.0}
-    assert rung.pause == "gate_drop_rate is 0.05, above 0.03"
+def fired(rung, kind: str = "alarm") -> set[str]:
+    return {name.removeprefix(f"{kind}_") for name in rung.metrics if name.startswith(f"{kind}_")}
+
+
+def test_quiet_run_rings_nothing_with_the_default_bounds() -> None:
+    alarms = AlarmBook(Alarms())
+    for _ in range(40):
+        rung = alarms.ring(QUIET)
+        assert (fired(rung), fired(rung, "warning"), rung.pause) == (set(), set(), "")
+
+
+def test_pausing_alarm_says_what_crossed_what_and_how_to_go_on() -> None:
+    rung = book(gate_drop_rate=Alarm(threshold=0.03, action="pause")).ring({**QUIET, "gate_drop_rate": 0.05})
+    assert fired(rung) == {"gate_drop_rate"}
+    assert rung.pause == "gate_drop_rate is 0.05, above 0.03. see the metrics in `stoa report`, then `stoa resume` goes on"
 
 
 def test_logged_alarm_does_not_pause() -> None:
-    rung = ring(ALARMS, {**QUIET, "mismatch_mean": 0.5})
-    assert (rung.metrics, rung.pause) == ({"alarm_mismatch_mean": 1.0}, "")
+    rung = book(mismatch_mean=Alarm(threshold=0.02, action="log")).ring({**QUIET, "mismatch_mean": 0.5})
+    assert (fired(rung), rung.pause) == ({"mismatch_mean"}, "")
+
+
+def test_warning_comes_before_the_alarm() -> None:
+    alarms = book(bad_fraction=Alarm(threshold=0.005, action="pause", warn=0.001))
+    near = alarms.ring({**QUIET, "bad_fraction": 0.002})
+    assert (fired(near, "warning"), fired(near), near.pause) == ({"bad_fraction"}, set(), "")
+    beyond = alarms.ring({**QUIET, "bad_fraction": 0.02})
+    assert fired(beyond) == {"bad_fraction"}
+    assert beyond.pause
 
 
 def test_effective_sample_size_rings_below_its_bound() -> None:
-    assert ring(ALARMS, {**QUIET, "ess_fraction": 0.1}).pause == "ess_fraction is 0.1, below 0.2"
-    assert ring(ALARMS, {**QUIET, "ess_fraction": 0.2}).pause == ""
+    alarm = Alarm(threshold=0.2, action="pause")
+    assert book(ess_fraction=alarm).ring({**QUIET, "ess_fraction": 0.1}).pause.startswith("ess_fraction is 0.1, below 0.2")
+    assert book(ess_fraction=alarm).ring({**QUIET, "ess_fraction": 0.2}).pause == ""
+
+
+def test_alarm_of_three_steps_waits_for_three_in_a_row() -> None:
+    alarms = book(gate_drop_rate=Alarm(threshold=0.03, action="pause", steps=3))
+    high = {**QUIET, "gate_drop_rate": 0.05}
+    assert [bool(alarms.ring(m).pause) for m in (high, high, QUIET, high, high, high)] == [False] * 5 + [True]
+
+
+def test_gradient_is_judged_by_its_running_median() -> None:
+    alarms = book(past=9, grad_norm_ratio=Alarm(threshold=20.0, action="pause"))
+    assert alarms.ring({**QUIET, "grad_norm": 39.0}).pause == ""
+    rung = alarms.ring({**QUIET, "grad_norm": 41.0})
+    assert rung.metrics["grad_norm_ratio"] == pytest.approx(20.5)
+    assert rung.pause.startswith("grad_norm_ratio is 20.5, above 20")
+
+
+def test_first_steps_have_no_past_to_be_judged_by() -> None:
+    rung = book(past=4, grad_norm_ratio=Alarm(threshold=2.0)).ring({**QUIET, "grad_norm": 1e6})
+    assert (fired(rung), rung.metrics["grad_norm_ratio"]) == (set(), 1.0)
+
+
+def test_good_tokens_that_become_unlikely_are_seen() -> None:
+    """-0.5 is a quarter below the running mean of -0.4."""
+    rung = book(past=20, logprob_positive_fall=Alarm(threshold=0.2, action="pause")).ring({**QUIET, "logprob_positive_mean": -0.5})
+    assert rung.metrics["logprob_positive_fall"] == pytest.approx(0.25)
+    assert rung.pause
+    assert book(past=20).ring({**QUIET, "logprob_positive_mean": -0.2}).metrics["logprob_positive_fall"] == 0.0
+
+
+@pytest.mark.parametrize(("entropy", "octaves"), [(0.125, 2.0), (2.0, 2.0), (0.25, 1.0), (0.5, 0.0)])
+def test_entropy_is_judged_by_the_runs_beginning_either_way(entropy: float, octaves: float) -> None:
+    assert book(past=PAST_STEPS).ring({**QUIET, "entropy": entropy}).metrics["entropy_shift"] == pytest.approx(octaves)
+
+
+def test_beginning_is_the_mean_of_the_first_steps_and_stays() -> None:
+    alarms = book()
+    starts = [alarms.ring({**QUIET, "entropy": float(step)}).metrics["entropy_start"] for step in range(1, 61)]
+    assert starts[0] == 1.0
+    assert starts[3] == pytest.approx(2.5)
+    assert starts[19] == starts[59] == pytest.approx(10.5)
+
+
+def test_mismatch_climbs_only_while_it_rises_five_steps_in_a_row() -> None:
+    alarms = book(mismatch_climb=Alarm(threshold=0.02, action="pause"))
+    climb = [0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.055, 0.06]
+    assert [alarms.ring({**QUIET, "mismatch_mean": m}).metrics["mismatch_climb"] for m in climb] == [0, 0, 0, 0, 0, 0.06, 0, 0]
+
+
+def test_lost_effective_sample_size_is_a_share_of_that_of_five_steps_ago() -> None:
+    assert book(past=5).ring({**QUIET, "ess_fraction": 0.45}).metrics["ess_fall"] == pytest.approx(0.5)
+
+
+def test_answers_that_name_gold_words_without_answering_are_seen() -> None:
+    rung = book(past=20, cover_gap_rise=Alarm(threshold=0.2)).ring({**QUIET, "cover": 0.9})
+    assert rung.metrics["cover_gap_rise"] == pytest.approx(0.6)
+    assert fired(rung) == {"cover_gap_rise"}
+
+
+def test_resumed_trainer_judges_as_one_that_never_stopped() -> None:
+    steps = [{**QUIET, "entropy": 0.5 + 0.01 * n, "grad_norm": 1.0 + n % 3, "mismatch_mean": 0.01 + 0.001 * n} for n in range(30)]
+    alarms = AlarmBook(Alarms(**NEVER))
+    manifests = [{**step, **alarms.ring(step).metrics} for step in steps]
+    for cut in (1, 4, 13, 27):
+        resumed = AlarmBook(Alarms(**NEVER), manifests[max(0, cut - PAST_STEPS) : cut])
+        assert [resumed.ring(step).metrics for step in steps[cut:]] == [
+            {name: value for name, value in done.items() if name not in step}
+            for step, done in zip(steps[cut:], manifests[cut:], strict=True)
+        ]
+
+
+def test_derived_metrics_are_all_declared() -> None:
+    from stoa.telemetry.metrics import CATALOGUE, find
+
+    assert all(find(name) in CATALOGUE for name in derived(QUIET, []))
