@@ -1,0 +1,142 @@
+"""Passes of retention over a real bucket, with readers in the middle of a download: theirs stays, or they plan anew."""
+
+import threading
+
+import pytest
+
+from stoa.bucket import keys
+from stoa.bucket.clearing import clear, policy_of
+from stoa.bucket.head import read_head
+from stoa.bucket.retention import Lease
+from stoa.bucket.store import RangeReply, Store
+from stoa.contracts.errors import ObjectMissingError
+from stoa.weights.sync import Puller
+from tests.servers import CREDENTIALS
+from tests.unit.weights.small_run import SmallRun
+
+
+class Paused(Store):
+    """A store whose first read of an object under `prefix` waits until it is let go."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        super().__init__(store.settings, CREDENTIALS)
+        self.prefix = prefix
+        self.reached, self.let_go = threading.Event(), threading.Event()
+
+    def open_range(self, key: str, start: int, num_bytes: int, *, etag: str = "", stall_seconds: float = 20.0) -> RangeReply:
+        if key.startswith(self.prefix) and not self.let_go.is_set():
+            self.reached.set()
+            assert self.let_go.wait(40)
+        return super().open_range(key, start, num_bytes, etag=etag, stall_seconds=stall_seconds)
+
+
+def passes(run: SmallRun, leases: list[Lease], times: tuple[float, ...], grace_seconds: float = 0.0) -> int:
+    """Passes at these moments; returns how many objects went."""
+    policy = policy_of(run.document, grace_seconds=grace_seconds)
+    return sum(len(clear(run.store, run.document, leases, policy, now=now).due) for now in times)
+
+
+def reader(run: SmallRun, paused: Paused, folder) -> tuple[threading.Thread, list[object]]:
+    """A join of HEAD as it is now, which stops in the middle of its download."""
+    head, found = run.head, []
+
+    def join() -> None:
+        try:
+            found.append(Puller(paused, run.document, folder).join(head))
+        except ObjectMissingError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    assert paused.reached.wait(30)
+    return thread, found
+
+
+def test_paused_reader_with_a_lease_finds_everything_when_it_goes_on(store, tmp_path):
+    run = SmallRun(store, tmp_path)
+    run.publish_many(4, anchor_every=5)
+    promised = run.publisher.mirror.state_id()
+    paused = Paused(store, keys.root("small") + "deltas/")
+    thread, found = reader(run, paused, tmp_path / "mac")
+    run.publish_many(14, anchor_every=5)
+    assert passes(run, [Lease("mac", 3, 9e9), Lease("other", 16, 9e9)], (100.0, 101.0)) == 4
+    left = {keys.parse_anchor(item.key).version for item in store.list(keys.root("small") + "anchors/")}
+    assert left == {0, 10, 15}  # it starts from anchor 0: all but anchor 5, which no way needs, is there
+    paused.let_go.set()
+    thread.join(40)
+    assert found[0].state_id() == promised
+
+
+def test_paused_reader_nobody_knows_of_is_kept_for_the_grace_and_then_plans_anew(store, tmp_path):
+    run = SmallRun(store, tmp_path)
+    run.publish_many(4, anchor_every=5)
+    promised = run.publisher.mirror.state_id()
+    paused = Paused(store, keys.root("small") + "deltas/")
+    thread, found = reader(run, paused, tmp_path / "mac")
+    run.publish_many(14, anchor_every=5)
+    assert passes(run, [], (100.0, 150.0, 199.0), grace_seconds=100.0) == 0
+    paused.let_go.set()
+    thread.join(40)
+    assert found[0].state_id() == promised
+    late = Paused(store, keys.root("small") + "anchors/")
+    run.head = read_head(store, "small", run.document.public_key)[0]
+    old = run.head
+    thread, found = reader(run, late, tmp_path / "late")
+    run.publish_many(12, anchor_every=5)
+    assert passes(run, [], (1000.0, 1100.0, 1200.0), grace_seconds=50.0) > 20
+    late.let_go.set()
+    thread.join(40)
+    assert isinstance(found[0], ObjectMissingError)
+    # HEAD has moved on: the same machine joins by it, with what it has on disk
+    assert run.head.version > old.version
+    assert Puller(store, run.document, tmp_path / "late").join(run.head).state_id() == run.publisher.mirror.state_id()
+
+
+def test_passes_keep_every_version_that_a_lease_or_an_anchor_keeps_and_a_new_trainer_goes_on(store, tmp_path):
+    run = SmallRun(store, tmp_path)
+    states: dict[int, str] = {}
+    for _ in range(17):
+        run.publish_many(1, anchor_every=4)
+        states[run.head.version] = run.publisher.mirror.state_id()
+    before = {item.key for item in store.list(keys.root("small"))}
+    assert passes(run, [Lease("mac", 9, 9e9)], (100.0,)) == 0
+    dry = clear(store, run.document, [Lease("mac", 9, 9e9)], policy_of(run.document, grace_seconds=0.0), now=101.0, dry_run=True)
+    assert dry.due
+    assert before < {item.key for item in store.list(keys.root("small"))}  # only a notice came
+    assert passes(run, [Lease("mac", 9, 9e9)], (102.0,)) == len(dry.due)
+    for version in range(8, 17):
+        assert Puller(store, run.document, tmp_path / f"v{version}").build(run.head, version).state_id() == states[version]
+    mac = Puller(store, run.document, tmp_path / "v9")
+    state = mac.build(run.head, 9)
+    mac.apply(mac.stage(run.head, 9, states[9]), state)
+    assert state.state_id() == states[16]
+    with pytest.raises(ObjectMissingError):
+        Puller(store, run.document, tmp_path / "gone").build(run.head, 5)
+    run.publisher = run.new_publisher()
+    run.publisher.load_published(run.head)
+    run.publish_many(1, anchor_every=4)
+    assert Puller(store, run.document, tmp_path / "next").join(run.head).state_id() == run.publisher.mirror.state_id()
+
+
+def test_object_that_is_needed_again_gets_a_new_grace(store, tmp_path):
+    run = SmallRun(store, tmp_path)
+    run.publish_many(13, anchor_every=4)
+    lease = [Lease("mac-1", 1, 9e9), Lease("mac-2", 5, 9e9)]
+    assert passes(run, [], (100.0,), grace_seconds=50.0) == 0  # announced
+    assert passes(run, lease, (140.0,), grace_seconds=50.0) == 0  # needed again: no longer announced
+    assert passes(run, [], (160.0, 200.0), grace_seconds=50.0) == 0  # announced anew at 160
+    assert passes(run, [], (210.0,), grace_seconds=50.0) > 10
+    notices = [item.key for item in store.list(keys.retention_prefix("small"))]
+    assert notices == [keys.retention_notice("small", 210)]
+
+
+def test_notice_that_is_torn_announces_nothing(store, tmp_path):
+    run = SmallRun(store, tmp_path)
+    run.publish_many(13, anchor_every=4)
+    passes(run, [], (100.0,))
+    key = keys.retention_notice("small", 100)
+    data = store.get(key, max_bytes=1 << 20).data
+    store.delete([key])
+    store.create(key, data[: len(data) // 2])
+    assert passes(run, [], (101.0,)) == 0
+    assert passes(run, [], (102.0,)) > 10
