@@ -9,7 +9,7 @@ The manifest is `Document` as signed canonical JSON; its key ends in `manifest.j
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -104,33 +104,43 @@ def restore_rng(text: str) -> None:
         raise CheckpointError(f"the checkpoint's generator state is unusable: {error}") from error
 
 
-def save_checkpoint(
+def save_parts(
     store: Store,
-    signer: Signer,
-    identity: Identity,
-    facts: Facts,
+    run: str,
+    epoch: int,
+    step: int,
     tensors: Mapping[str, torch.Tensor],
     *,
     part_bytes: int,
-) -> Saved:
-    """Write the parts, then the manifest. One part's bytes are in memory at a time.
+    rank: int = 0,
+    on_part: Callable[[str], None] = lambda name: None,
+) -> tuple[Part, ...]:
+    """Write one rank's tensors; one part's bytes are in memory at a time. Nothing counts before `save_checkpoint`.
+
+    `on_part` is told of each part before it is written.
 
     Raises ObjectExistsError if this step of this epoch was saved with other tensors: two trainers hold one lease.
     """
     parts: list[Part] = []
     for index, names in enumerate(_cut(tensors, part_bytes)):
-        name = f"part-{index:04d}.safetensors"
+        name = f"part-{index:04d}.safetensors" if rank == 0 else f"rank-{rank:04d}-part-{index:04d}.safetensors"
+        on_part(name)
         data = save({n: tensors[n].detach().cpu().contiguous() for n in names})
-        key = keys.checkpoint(identity.run, facts.epoch, facts.step, name)
+        key = keys.checkpoint(run, epoch, step, name)
         store.create(key, data, kind="checkpoint")
         parts.append(Part(name, key, hashlib.sha256(data).hexdigest(), len(data), tuple(names)))
-    data = write_signed(_DOCUMENT, Document(FORMAT, identity, facts, tuple(parts)), signer)
+    return tuple(parts)
+
+
+def save_checkpoint(store: Store, signer: Signer, identity: Identity, facts: Facts, parts: tuple[Part, ...]) -> Saved:
+    """Write the manifest that makes `parts`, of all ranks, a checkpoint. Raises ObjectExistsError as `save_parts`."""
+    data = write_signed(_DOCUMENT, Document(FORMAT, identity, facts, parts), signer)
     key = keys.checkpoint(identity.run, facts.epoch, facts.step, MANIFEST)
     try:
         store.create(key, data, kind="checkpoint")
     except ObjectExistsError:
         # A publish that was retried: open grants may have moved on meanwhile, the tensors cannot have.
-        if read_document(store, key, identity, signer.public_key).parts != tuple(parts):
+        if read_document(store, key, identity, signer.public_key).parts != parts:
             raise
     return Saved(key, sum(part.num_bytes for part in parts) + len(data))
 
@@ -157,12 +167,15 @@ def read_document(store: Store, key: str, identity: Identity, public_key: str) -
     return document
 
 
-def read_tensors(store: Store, parts: tuple[Part, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every part, part by part.
+def read_tensors(
+    store: Store, parts: tuple[Part, ...], *, on_part: Callable[[str], None] = lambda name: None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every part; one part is in memory at a time. `on_part` is told of each before it is read.
 
     Raises CheckpointError if a part is missing, has other bytes than promised, or other tensors.
     """
     for part in parts:
+        on_part(part.name)
         try:
             data = store.get(part.key, max_bytes=part.num_bytes).data
             check_sha256(data, part.sha256, part.key)

@@ -40,7 +40,7 @@ from stoa.contracts.messages import (
 from stoa.contracts.ports import Progress
 from stoa.learning.ledger import next_position
 from stoa.weights.publisher import Prepared
-from trainer_gpu.alarms import ring
+from trainer_gpu.alarms import AlarmBook
 from trainer_gpu.checkpoint import (
     Facts,
     Identity,
@@ -48,10 +48,9 @@ from trainer_gpu.checkpoint import (
     capture_rng,
     prune_checkpoints,
     read_document,
-    read_tensors,
-    restore_rng,
     save_checkpoint,
 )
+from trainer_gpu.crew import Build, Lead, alone
 from trainer_gpu.grant_book import GrantBook
 from trainer_gpu.intake import LATE_VERSIONS, Intake, Starved, Taken
 from trainer_gpu.metrics import drop_metrics, mismatch
@@ -59,7 +58,7 @@ from trainer_gpu.policy import Policy
 from trainer_gpu.publish import VersionPublisher
 from trainer_gpu.referee import Referee, rules_of
 from trainer_gpu.run_handle import RunHandle
-from trainer_gpu.step import StepOutcome, optimizer_step
+from trainer_gpu.step import StepOutcome
 from trainer_gpu.versions import KnownVersions
 
 MAX_ATTEMPTS = 999
@@ -92,6 +91,7 @@ class _Lease:
     publisher: VersionPublisher
     intake: Intake
     versions: KnownVersions
+    alarms: AlarmBook
     version: int
     step: int
     step_manifest_key: str
@@ -104,8 +104,9 @@ class _Lease:
 class TrainerEngine:
     """One candidate for a run's lease. `on_lease` is told of each lease taken, and of None when it is lost."""
 
-    def __init__(self, handle: RunHandle, *, on_lease: Callable[[Acquired | None], None] = lambda lease: None) -> None:
+    def __init__(self, handle: RunHandle, *, on_lease: Callable[[Acquired | None], None] = lambda lease: None, lead: Lead = alone) -> None:
         self._handle = handle
+        self._lead = lead
         self._on_lease = on_lease
         self._policy: Policy | None = None
         self._lease: _Lease | None = None
@@ -135,7 +136,8 @@ class TrainerEngine:
             # A trainer that is killed often must not leave the newest anchor ever further behind.
             late = head.version + 1 - lease.publisher.anchor_version >= self._handle.config.publish.anchor_every_versions
             late = late or head.version < 0
-            self._publish(lease, policy, anchor=late, announce=False, checkpoint_key=None, progress=progress)
+            key = None if head.checkpoint_key else self._prove_path(lease, policy, progress)
+            self._publish(lease, policy, anchor=late, announce=False, checkpoint_key=key, progress=progress)
             self._arrive(lease, progress)
             lease.intake.start()
             queue = names.lease_queue(request.run, lease.token)
@@ -230,21 +232,22 @@ class TrainerEngine:
         if document is None:
             policy.load_base()
         else:
-            policy.restore(read_tensors(handle.store, document.parts))
-            restore_rng(facts.rng)
+            policy.restore_parts(handle.store, document.parts, facts.rng, on_part=lambda name: progress.report(f"loading {name}"))
         versions = KnownVersions(handle.store, handle.run, handle.signer.public_key, window=config.learning.max_staleness_hard)
         versions.follow(head, head.version - config.learning.max_staleness_hard)
         publisher = VersionPublisher(handle)
         progress.report(f"loading version {head.version} as published")
         publisher.load_published(head)
         intake = self._intake(policy, versions, facts, token)
-        lease = _Lease(token, writer, publisher, intake, versions, head.version, facts.step, facts.step_manifest_key, set(facts.settled))
-        return lease, head
+        alarms = AlarmBook.of_run(config.alarms, handle.store, head)
+        step_key, settled = facts.step_manifest_key, set(facts.settled)
+        return _Lease(token, writer, publisher, intake, versions, alarms, head.version, facts.step, step_key, settled), head
 
     def _intake(self, policy: Policy, versions: KnownVersions, facts: Facts, token: int) -> Intake:
         handle, config = self._handle, self._handle.config
         vocab_size = policy.config.vocab_size
-        rules = rules_of(config, handle.environment, vocab_size, versions.state_of, self._grants.question_of)
+        routing = policy.routing if config.rollout.record_routing else None
+        rules = rules_of(config, handle.environment, vocab_size, versions.state_of, self._grants.question_of, routing)
 
         def note(dropped: Sequence[Dropped]) -> None:
             lease = self._lease
@@ -259,10 +262,8 @@ class TrainerEngine:
         config, policy = self._handle.config, self._built(progress)
         started = time.time()
         try:
-            outcome = optimizer_step(
-                policy.trainable,
+            outcome = policy.train(
                 taken.groups,
-                config.learning,
                 version=lease.version,
                 step=step,
                 planned_sequences=config.learning.groups_per_step * config.rollout.group_size,
@@ -271,15 +272,11 @@ class TrainerEngine:
         except StoaError:
             lease.intake.put_back()
             raise
-        policy.moved()
         train_seconds = time.time() - started
-        alarms = ring(config.alarms, outcome.metrics)
-        metrics = {
-            **outcome.metrics,
-            **drop_metrics(taken.dropped, taken.refused, len(taken.groups)),
-            **alarms.metrics,
-        }
-        manifest = self._manifest(lease, step, taken, replace(outcome, metrics=metrics), started, train_seconds)
+        metrics = {**outcome.metrics, **drop_metrics(taken.dropped, taken.refused, len(taken.groups))}
+        alarms = lease.alarms.ring(metrics)
+        outcome = replace(outcome, metrics={**metrics, **alarms.metrics})
+        manifest = self._manifest(lease, step, taken, outcome, started, train_seconds)
         try:
             lease.step_manifest_key = write_step(self._handle.store, manifest)
         except StoaError:
@@ -404,6 +401,13 @@ class TrainerEngine:
             with contextlib.suppress(ServiceUnavailableError):
                 self._arrive(lease, progress)
 
+    def _prove_path(self, lease: _Lease, policy: Policy, progress: Progress) -> str:
+        """Save the state a run begins with and take it back: better now than after a week. Returns the checkpoint's key."""
+        saved = self._save(lease, policy, progress)
+        document = read_document(self._handle.store, saved.key, self._identity(policy), self._handle.signer.public_key)
+        policy.restore_parts(self._handle.store, document.parts, document.facts.rng)
+        return saved.key
+
     def _save(self, lease: _Lease, policy: Policy, progress: Progress) -> Saved:
         """Write a checkpoint of the present step; HEAD does not name it yet."""
         handle = self._handle
@@ -419,14 +423,16 @@ class TrainerEngine:
             grants_open=tuple((grant.host, grant.sweep) for grant in grants),
             rng=capture_rng(),
         )
-        return save_checkpoint(
+        part_bytes = handle.config.publish.anchor_part_bytes
+        parts = policy.save_parts(
             handle.store,
-            handle.signer,
-            self._identity(policy),
-            facts,
-            policy.state(),
-            part_bytes=handle.config.publish.anchor_part_bytes,
+            handle.run,
+            lease.token,
+            lease.step,
+            part_bytes=part_bytes,
+            on_part=lambda name: progress.report(f"saving {name} of step {lease.step}"),
         )
+        return save_checkpoint(handle.store, handle.signer, self._identity(policy), facts, parts)
 
     def _prune(self, lease: _Lease, named: str) -> None:
         keep = self._handle.config.publish.keep_checkpoints
@@ -444,7 +450,8 @@ class TrainerEngine:
 
     def _new_policy(self) -> Policy:
         handle, config = self._handle, self._handle.config
-        return Policy(handle.model_folder, config.learning, seed=config.seed, layout_id=handle.document.layout_id)
+        with self._lead(Build(handle.document, handle.store.settings)):
+            return Policy(handle.model_folder, config.learning, seed=config.seed, layout_id=handle.document.layout_id, lead=self._lead)
 
     def _held(self, token: int) -> _Lease:
         if self._lease is None or self._lease.token != token:

@@ -1,22 +1,30 @@
-"""What the trainer needs of the machine: one process, its collectives, and the pretence of CUDA where there is none.
+"""What the trainer needs of the machine: its processes, their collectives, and the pretence of CUDA where there is none.
 
 Every CPU shim lives here and nowhere else; where CUDA exists nothing is patched, and importing this module patches
-nothing either: `setup_process` does, once, before anything of Megatron is built.
+nothing either: `setup_process` does, once, before anything of Megatron is built. What ranks tell each other is not
+known here.
 """
 
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from trainer_gpu.layout import DATA_PARALLEL, Layout, destroy_layout, initialize_layout
+from stoa.config.load import torchrun_launch
+from trainer_gpu.layout import DATA_PARALLEL, Layout, destroy_layout, initialize_layout, is_initialized
 
 HAS_CUDA = torch.cuda.is_available()
+COLLECTIVE_SECONDS: Final = 1800.0
+"""Longest that a rank waits for another inside a command: one may upload while the rest has nothing to do."""
+
+_Value = TypeVar("_Value")
+_host_groups: list[dist.ProcessGroup] = []
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -52,11 +60,32 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if HAS_CUDA else torch.device("cpu")
 
 
-def setup_process(num_threads: int = 1, seed: int = 0, layout: Layout = DATA_PARALLEL) -> None:
-    """Join the process group, set up Megatron's parallel state and seed the generators.
+def join_processes() -> None:
+    """Form the process group. A second call does nothing.
 
-    A process that torchrun did not start forms a group of one over an in-memory store, and gloo is kept on the
-    loopback interface, so nothing listens on another address. A second call does nothing.
+    A process that torchrun did not start forms a group of one over an in-memory store. Gloo is kept on the loopback
+    interface as long as all processes are on this host, so that nothing listens on another address.
+    """
+    if dist.is_initialized():
+        return
+    backend = "nccl" if HAS_CUDA else "gloo"
+    limit = timedelta(seconds=COLLECTIVE_SECONDS)
+    launch = torchrun_launch()
+    if launch is None:
+        os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        return
+    if launch.num_local == launch.num_ranks:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+    if HAS_CUDA:
+        torch.cuda.set_device(launch.local_rank)
+    dist.init_process_group(backend, timeout=limit)
+    _host_groups.append(cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit)))
+
+
+def setup_process(num_threads: int = 1, seed: int = 0, layout: Layout = DATA_PARALLEL) -> None:
+    """Join the process group, set up Megatron's parallel state and seed the generators. A second call does nothing.
 
     Args:
         num_threads: torch's intra-op threads.
@@ -66,27 +95,14 @@ def setup_process(num_threads: int = 1, seed: int = 0, layout: Layout = DATA_PAR
     Raises:
         LayoutError: the layout is one that cannot be trained correctly.
     """
-    if dist.is_initialized():
+    join_processes()
+    if is_initialized():
         return
     torch.set_num_threads(num_threads)
     torch.manual_seed(seed)
-    backend = "nccl" if HAS_CUDA else "gloo"
-    if dist.is_torchelastic_launched():
-        if HAS_CUDA:
-            torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend)
-    else:
-        os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-
     if not HAS_CUDA:
         _pretend_cuda()
-    try:
-        initialize_layout(layout, seed)
-    except BaseException:
-        dist.destroy_process_group()
-        raise
+    initialize_layout(layout, seed)
 
 
 def teardown_process() -> None:
@@ -94,7 +110,36 @@ def teardown_process() -> None:
     if not dist.is_initialized():
         return
     destroy_layout()
+    _host_groups.clear()
     dist.destroy_process_group()
+
+
+def rank() -> int:
+    """Number of this process among those of the trainer, 0 when there is only one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """Processes of the trainer."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def exchange(value: _Value) -> list[_Value]:
+    """The values of all ranks in their order, on every rank; all must call. Values travel pickled between our own ranks."""
+    if num_ranks() == 1:
+        return [value]
+    values: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(values, value, group=_host_groups[0])
+    return values
+
+
+def collect(value: _Value) -> list[_Value]:
+    """The values of all ranks in their order on rank 0, nothing on the others; all must call."""
+    if num_ranks() == 1:
+        return [value]
+    values: list[Any] | None = [None] * num_ranks() if rank() == 0 else None
+    dist.gather_object(value, values, dst=0, group=_host_groups[0])
+    return values or []
 
 
 def _pretend_cuda() -> None:

@@ -3,6 +3,7 @@
 Layouts that are known to train wrongly are refused here. Assumes the process group exists.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,26 @@ def initialize_layout(layout: Layout, seed: int) -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=layout.expert, create_gloo_process_groups=False)
     if torch.cuda.is_available():
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def is_initialized() -> bool:
+    """Whether `initialize_layout` was called, and not undone."""
+    return parallel_state.model_parallel_is_initialized()
+
+
+def expert_parallel_size() -> int:
+    """Processes that share one set of experts."""
+    return parallel_state.get_expert_model_parallel_world_size()
+
+
+def expert_share(asked: int, num_experts: int, world_size: int) -> int:
+    """Processes that share one set of experts: what was asked for, or for 0 the most that divides both counts.
+
+    Without experts there is nothing to share, and every process has the whole model.
+    """
+    if not num_experts:
+        return 1
+    return asked or math.gcd(num_experts, world_size)
 
 
 def destroy_layout() -> None:

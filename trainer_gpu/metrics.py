@@ -47,6 +47,32 @@ class Tokens:
         return Tokens(*(getattr(self, name)[where] for name in self.__slots__))
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayedRow:
+    """A row under the sampler's experts (log_pi) and under the router's own (log_free), float64 [S] with log_mu.
+
+    differs: of each token that a sampler was fed and each layer, whether the two chose different sets of experts.
+    """
+
+    log_pi: NDArray[np.float64]
+    log_free: NDArray[np.float64]
+    log_mu: NDArray[np.float64]
+    differs: NDArray[np.bool_]
+
+
+def replay_metrics(rows: Sequence[ReplayedRow]) -> dict[str, float]:
+    """Mismatch with and without routing replay on the same rows; nothing if no row was compared."""
+    if not rows:
+        return {}
+    pi, free, mu = (np.exp(np.concatenate([getattr(row, name) for row in rows])) for name in ("log_pi", "log_free", "log_mu"))
+    differs = np.concatenate([row.differs for row in rows])
+    return {
+        "mismatch_replayed": float(np.abs(pi - mu).mean()),
+        "mismatch_not_replayed": float(np.abs(free - mu).mean()),
+        "routing_differs_fraction": float(differs.mean()),
+    }
+
+
 def mismatch(tokens: Tokens) -> NDArray[np.float64]:
     """|pi - mu| of every token, [S]."""
     return np.abs(np.exp(tokens.log_pi) - np.exp(tokens.log_mu))
@@ -59,7 +85,9 @@ def token_metrics(tokens: Tokens, gate: Gate) -> dict[str, float]:
     up, down = tokens.advantages > 0, tokens.advantages < 0
     keep = gate_reference.keep_mask(tokens.log_pi, tokens.log_mu, tokens.advantages, gate)
     p50, p99 = np.quantile(far, (0.5, 0.99))
+    terms = -tokens.advantages * np.minimum(ratio, gate.ratio_cap) * keep * tokens.log_pi
     metrics = {
+        "loss": float(terms.mean()),
         "gate_drop_rate": _share(~keep, up | down),
         "gate_drop_rate_positive": _share(~keep, up),
         "gate_drop_rate_negative": _share(~keep, down),

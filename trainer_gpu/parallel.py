@@ -4,7 +4,7 @@ Megatron's DDP, optimizers and gradient reduction do the work. The loss, the bat
 elsewhere; the layout over processes is in `layout.py`. Assumes `trainer_gpu.host.setup_process` has run in this process.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,10 @@ from stoa.contracts.errors import CheckpointError, NonFiniteError
 from trainer_gpu import host
 
 MASTER, FIRST_MOMENT, SECOND_MOMENT, BUFFER = "master", "exp_avg", "exp_avg_sq", "buffer"
+KINDS = (MASTER, FIRST_MOMENT, SECOND_MOMENT)
 STEP = "optimizer.step"
+_EXPERT = ".local_experts."
+_TORN = "the checkpoint is of another architecture, or torn"
 
 
 class Trainable:
@@ -88,49 +91,98 @@ class Trainable:
         """fp32 master of every parameter of this process by name, as views: what the optimizer changes."""
         return {global_name(self.model, n): getattr(p, "main_param", p).detach() for n, p in self.model.named_parameters()}
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
+    def state_names(self) -> set[str]:
+        """Names of the tensors of this rank's state; see `state_tensors`."""
+        masters = [f"{kind}.{global_name(self.model, n)}" for n, _ in self.model.named_parameters() for kind in KINDS]
+        buffers = [f"{BUFFER}.{name}" for name, _ in self.model.named_buffers() if is_saved_buffer(name)]
+        return {*masters, *buffers, STEP}
+
+    def state_tensors(self, *, own: bool = False) -> dict[str, torch.Tensor]:
         """Masters, moments, step count and buffers of this process in one flat dict, as views.
 
         Keys: `master.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME` (fp32), `buffer.NAME`, `optimizer.step` (int64 scalar).
+        Before the first step the moments are zeros that take no memory.
+
+        Args:
+            own: leave out what a rank before this one holds as well, so that all ranks together have each tensor once.
         """
         tensors: dict[str, torch.Tensor] = {}
         num_steps = 0
+        first_of = {True: parallel_state.get_expert_data_parallel_rank() == 0, False: parallel_state.get_data_parallel_rank() == 0}
         for name, master, adam in self._adam_entries():
             state = adam.state.get(master, {})
+            num_steps = max(num_steps, int(state.get("step", 0)), *(int(g.get("step", 0)) for g in adam.param_groups))
+            if own and not first_of[_EXPERT in name]:
+                continue
             tensors[f"{MASTER}.{name}"] = master.detach()
             for key in (FIRST_MOMENT, SECOND_MOMENT):
-                tensors[f"{key}.{name}"] = state[key] if key in state else torch.zeros_like(master)
-            num_steps = max(num_steps, int(state.get("step", 0)), *(int(g.get("step", 0)) for g in adam.param_groups))
+                tensors[f"{key}.{name}"] = state[key] if key in state else master.new_zeros(()).expand(master.shape)
+        if own and not first_of[False]:
+            return tensors
         for name, buffer in self.model.named_buffers():
             if is_saved_buffer(name):
                 tensors[f"{BUFFER}.{name}"] = buffer
         tensors[STEP] = torch.tensor(num_steps, dtype=torch.int64)
         return tensors
 
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise CheckpointError unless `names` are those of the state of all ranks together; all ranks must call."""
+        expected = set[str]().union(*host.exchange(self.state_names()))
+        for title, strange in (("lacks", expected - set(names)), ("also holds", set(names) - expected)):
+            if strange:
+                shown = ", ".join(sorted(strange)[:3])
+                raise CheckpointError(f"the trainer state {title} {len(strange)} tensors: {shown}", hint=_TORN)
+
     @torch.no_grad()
-    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `state_tensors` returned; the next step is then bit-equal to one never interrupted.
+    def load_state(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Restore what `state_tensors` returned, one tensor at a time; the next step is bit-equal to one never interrupted.
+
+        Names that are not this rank's are passed over.
 
         Raises:
-            CheckpointError: names or shapes are not this model's; nothing has changed.
+            CheckpointError: a tensor has another shape, or one of this rank's is missing; the state is half filled.
         """
-        check_same_tensors(tensors, self.state_tensors())
-        num_steps = int(tensors[STEP])
         parameters = {global_name(self.model, n): p for n, p in self.model.named_parameters()}
-        for name, master, adam in self._adam_entries():
-            master.copy_(tensors[f"{MASTER}.{name}"])
-            parameters[name].copy_(master)
-            state = adam.state[master]
-            for key in (FIRST_MOMENT, SECOND_MOMENT):
-                state[key] = tensors[f"{key}.{name}"].to(master.device, torch.float32, copy=True)
+        entries = {name: (master, adam) for name, master, adam in self._adam_entries()}
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if is_saved_buffer(name)}
+        missing = self.state_names()
+        num_steps = 0
+        for full_name, tensor in tensors:
+            if full_name not in missing:
+                continue
+            missing.discard(full_name)
+            kind, _, name = full_name.partition(".")
+            if full_name == STEP:
+                num_steps = int(tensor)
+            elif kind == BUFFER:
+                buffers[name].copy_(_shaped(tensor, buffers[name], full_name))
+            else:
+                master, adam = entries[name]
+                if kind == MASTER:
+                    master.copy_(_shaped(tensor, master, full_name))
+                    parameters[name].copy_(master)
+                else:
+                    adam.state[master][kind] = _shaped(tensor, master, full_name).to(master.device, torch.float32, copy=True)
+        if missing:
+            raise CheckpointError(f"the trainer state lacks {len(missing)} tensors: {', '.join(sorted(missing)[:3])}", hint=_TORN)
+        for master, adam in entries.values():
             if isinstance(adam, torch.optim.AdamW):
-                state["step"] = torch.tensor(float(num_steps))
+                adam.state[master]["step"] = torch.tensor(float(num_steps))
             else:  # fused Adam counts once a group; not run here
                 for group in adam.param_groups:
                     group["step"] = num_steps
-        for name, buffer in self.model.named_buffers():
-            if is_saved_buffer(name):
-                buffer.copy_(tensors[f"{BUFFER}.{name}"])
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Take the model's parameters, which somebody has filled anew, as masters of an optimizer that never stepped."""
+        for parameter in self.model.parameters():
+            master = getattr(parameter, "main_param", parameter)
+            if master is not parameter:
+                master.copy_(parameter)
+        for part in self._optimizer.chained_optimizers:
+            part.optimizer.state.clear()
+            for group in part.param_groups:
+                group.pop("step", None)
 
     def _adam_entries(self) -> Iterable[tuple[str, torch.Tensor, torch.optim.Optimizer]]:
         """(parameter name, its master, the torch optimizer that owns the master)."""
@@ -178,7 +230,7 @@ def build_optimizer(
 
 def global_name(model: GPTModel, name: str) -> str:
     """The parameter's name with the expert's number in the whole model instead of on this process."""
-    head, mark, tail = name.partition(".local_experts.")
+    head, mark, tail = name.partition(_EXPERT)
     if not mark:
         return name
     local, _, rest = tail.partition(".")
@@ -192,14 +244,8 @@ def is_saved_buffer(name: str) -> bool:
     return name.endswith("expert_bias")
 
 
-def check_same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Raise CheckpointError unless both have the same names and shapes."""
-    hint = "the checkpoint is of another architecture, or torn"
-    for title, names in (("lacks", expected.keys() - found.keys()), ("also holds", found.keys() - expected.keys())):
-        if names:
-            shown = ", ".join(sorted(names)[:3])
-            raise CheckpointError(f"the trainer state {title} {len(names)} tensors: {shown}", hint=hint)
-    for name, tensor in expected.items():
-        if found[name].shape != tensor.shape:
-            shapes = f"{tuple(found[name].shape)}, not {tuple(tensor.shape)}"
-            raise CheckpointError(f"the trainer state's {name} has shape {shapes}", hint=hint)
+def _shaped(tensor: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
+    """`tensor`, if it has the shape of `like`; else CheckpointError."""
+    if tensor.shape != like.shape:
+        raise CheckpointError(f"the trainer state's {name} has shape {tuple(tensor.shape)}, not {tuple(like.shape)}", hint=_TORN)
+    return tensor

@@ -1,38 +1,44 @@
 """The policy in this process's memory: model, optimizer, and the ways its state goes in and out.
 
-Built from the base checkpoint; a saved state replaces it whole. Assumes it is the only policy of the process, because
-Megatron's parallel state is one a process.
+Built from the base checkpoint; a saved state replaces it whole. With several ranks each holds its share; rank 0's
+methods tell the others (`lead`), and all do the same work at the same moment. Assumes it is the only policy of the
+process, because Megatron's parallel state is one a process.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from stoa.bucket.store import Store
 from stoa.config.run import Learning
-from stoa.contracts.errors import LayoutError
+from stoa.contracts.errors import BucketError, CheckpointError, LayoutError, ServiceError, StoaError
+from stoa.rollouts.records import Group
 from stoa.weights.layout import Layout, layout_of
-from trainer_gpu import host
+from trainer_gpu import host, layout
+from trainer_gpu.checkpoint import Part, read_tensors, restore_rng, save_parts
 from trainer_gpu.convert import load_hub, mlx_tensors
+from trainer_gpu.crew import Lead, LoadBase, Restore, Save, SendWire, Train, agree, alone
 from trainer_gpu.model import build_model, read_model_config
 from trainer_gpu.parallel import Trainable, build_optimizer
+from trainer_gpu.step import StepOutcome, optimizer_step
 
 
 class Policy:
     """Model and optimizer of one run."""
 
-    def __init__(self, folder: Path, learning: Learning, *, seed: int, layout_id: str) -> None:
+    def __init__(self, folder: Path, learning: Learning, *, seed: int, layout_id: str, lead: Lead = alone) -> None:
         """Build the model with the base checkpoint's weights.
 
         Raises:
             CheckpointError, ConfigError: the folder holds no checkpoint we can train.
-            LayoutError: its weights on the wire would not have the run's layout.
+            LayoutError: its weights on the wire would not have the run's layout, or the experts cannot be shared so.
         """
-        host.setup_process(num_threads=learning.num_threads or torch.get_num_threads(), seed=seed)
         self._folder = folder
         self._learning = learning
+        self._lead = lead
         self.config = read_model_config(folder)
         self.architecture = hashlib.sha256(self.config.source.encode()).hexdigest()
         self.layout: Layout = layout_of(json.loads(self.config.source), learning.dtype)
@@ -41,31 +47,105 @@ class Policy:
                 f"{folder} has layout {self.layout.layout_id[:16]}, the run was started with {layout_id[:16]}",
                 hint="use the base checkpoint and the learning.dtype of the run",
             )
+        host.join_processes()
+        experts = layout.expert_share(learning.expert_parallel, self.config.num_experts, host.num_ranks())
+        num_threads = learning.num_threads or torch.get_num_threads()
+        host.setup_process(num_threads=num_threads, seed=seed, layout=layout.Layout(expert=experts))
         self.trainable = self._build()
         self._at_base = True
 
+    @property
+    def routing(self) -> tuple[int, int, int] | None:
+        """Layers with experts, experts a token, experts; None for a dense model."""
+        config = self.config
+        return (len(config.moe_layers), config.experts_per_token, config.num_experts) if config.num_experts else None
+
     def load_base(self) -> None:
         """Back to the base checkpoint, with a fresh optimizer."""
-        if not self._at_base:
-            self.trainable = self._build()
+        if self._at_base:
+            return
+        with self._lead(LoadBase()):
+            load_hub(self.trainable.model, self.config, self._folder)
+            self.trainable.forget()
             self._at_base = True
 
-    def restore(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take a saved state. Raises CheckpointError if it is another architecture's; nothing has changed then."""
-        self.trainable.load_state_tensors(dict(tensors))
+    def restore(self, names: Collection[str], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take a saved state of these `names`, one tensor at a time, in any order; names of other ranks are passed over.
+
+        Raises CheckpointError: it is another architecture's, and nothing has changed; or what `tensors` raises, or a
+        tensor of the wrong shape: the policy is then half filled and must be restored or brought back to base.
+        """
+        self.trainable.check_names(names)
         self._at_base = False
+        self.trainable.load_state(tensors)
+
+    def restore_parts(
+        self, store: Store, parts: Sequence[Part], rng: str, *, on_part: Callable[[str], None] = lambda name: None
+    ) -> None:
+        """Take a checkpoint's state on every rank, each from the parts that hold its own tensors. Raises as `restore`."""
+        with self._lead(Restore(tuple(parts), rng)):
+            fault: StoaError | None = None
+            try:
+                own = self.trainable.state_names()
+                names = [name for part in parts for name in part.tensors]
+                mine = tuple(part for part in parts if not own.isdisjoint(part.tensors))
+                self.restore(names, read_tensors(store, mine, on_part=on_part))
+                restore_rng(rng)
+            except (CheckpointError, ServiceError) as error:
+                fault = error
+            agree(fault)
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Everything a later process needs to go on bit for bit, as views."""
+        """Everything a later process needs to go on bit for bit, as far as this rank holds it; views where possible."""
         return self.trainable.state_tensors()
 
-    def moved(self) -> None:
-        """Note that a step was taken."""
-        self._at_base = False
+    def save_parts(
+        self, store: Store, run: str, epoch: int, step: int, *, part_bytes: int, on_part: Callable[[str], None] = lambda name: None
+    ) -> tuple[Part, ...]:
+        """Write the state as parts of a checkpoint, each rank what it alone holds; returns all ranks' parts on rank 0.
+
+        on_part: told of each part before it is written.
+        """
+        with self._lead(Save(epoch, step, part_bytes)):
+            fault: StoaError | None = None
+            parts: tuple[Part, ...] = ()
+            try:
+                tensors = self.trainable.state_tensors(own=True)
+                parts = save_parts(store, run, epoch, step, tensors, rank=host.rank(), part_bytes=part_bytes, on_part=on_part)
+            except (BucketError, ServiceError) as error:
+                fault = error
+            agree(fault)
+            return tuple(part for each in host.collect(parts) for part in each)
+
+    def train(
+        self, groups: Sequence[Group], *, version: int, step: int, planned_sequences: int, on_row: Callable[[str], None]
+    ) -> StepOutcome:
+        """One optimizer step; see `step.optimizer_step`. Raises NonFiniteError: nothing has changed, on any rank."""
+        with self._lead(Train(tuple(groups), version, step, planned_sequences)):
+            outcome = optimizer_step(
+                self.trainable,
+                groups,
+                self._learning,
+                version=version,
+                step=step,
+                planned_sequences=planned_sequences,
+                on_row=on_row,
+            )
+            self._at_base = False
+            return outcome
 
     def wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The masters under their names on the wire, fp32, one at a time."""
-        return mlx_tensors(self.trainable.model, self.config, self.trainable.masters())
+        with self._lead(SendWire()):
+            tensors = mlx_tensors(self.trainable.model, self.config, self.trainable.masters())
+            try:
+                for item in tensors:  # noqa: UP028 - `yield from` would close `tensors` before it is drained
+                    yield item
+            finally:
+                # A reader that gives up must not leave the ranks that send experts waiting.
+                if layout.expert_parallel_size() > 1:
+                    for _ in tensors:
+                        pass
 
     def _build(self) -> Trainable:
         learning = self._learning

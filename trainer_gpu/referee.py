@@ -38,8 +38,9 @@ def rules_of(
     vocab_size: int,
     known: Callable[[int], str | None],
     granted: Callable[[GroupKey], str | None] | None = None,
+    routing: tuple[int, int, int] | None = None,
 ) -> Rules:
-    """What an honest group of this run looks like; `known` and `granted` as in `Rules`."""
+    """What an honest group of this run looks like; `known`, `granted` and `routing` as in `Rules`."""
     limits = environment.limits
     return Rules(
         run=config.run,
@@ -52,4 +53,5 @@ def rules_of(
         stop_ids=environment.stop_ids,
         known=known,
         granted=granted,
+        routing=routing,
     )

@@ -64,17 +64,17 @@ def open_run(config: RunConfig, store: Store) -> RunHandle:
             hint="set STOA_SIGNING_KEY to the key of the host that started the run",
         )
     folder = resolve_model_folder(document.config)
-    tokenizer = _checked_tokenizer(document, folder)
+    check_model_files(document, folder)
+    tokenizer = (folder / "tokenizer.json").read_bytes()
     environment = registry.create(document.config.environment.name, document.config.environment.settings, tokenizer)
     owner = f"{socket.gethostname()}-{os.getpid()}"
     return RunHandle(store, document, signer, environment, folder, owner)
 
 
-def _checked_tokenizer(document: RunDocument, folder: Path) -> bytes:
-    """The bytes of tokenizer.json, after all files of the base checkpoint that run.json lists were compared."""
+def check_model_files(document: RunDocument, folder: Path) -> None:
+    """Raise RunMismatchError unless all files of the base checkpoint that run.json lists are those in `folder`."""
     for file in document.model_files:
         path = folder / file.name
         found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "none"
         if found != file.sha256:
             raise RunMismatchError(f"{path} is not the file run {document.run} was started with", hint="use the base checkpoint of the run")
-    return (folder / "tokenizer.json").read_bytes()

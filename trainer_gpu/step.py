@@ -1,27 +1,32 @@
-"""One optimizer step from admitted groups: advantages, packing, micro-batches, and what was measured on the way.
+"""One optimizer step from admitted groups: advantages, micro-batches, and what was measured on the way.
 
-Which groups are trained on is `intake.py`'s choice, and where the numbers go is the engine's. The loss is divided by a
-count planned before the step (sequences x tokens), so neither short groups nor the cut into micro-batches change it.
+Which groups are trained on is `intake.py`'s choice, how they lie in rows is `rows.py`'s, and where the numbers go is the
+engine's. The loss is divided by a count planned before the step (sequences x tokens), so neither short groups nor the
+cut into micro-batches, nor that over ranks, changes it.
 
-Shapes: T tokens of a packed row, S sampled tokens.
+Shapes: T tokens of a packed row, S sampled tokens, L layers with experts, K experts a token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 
 from stoa.config.run import Learning
-from stoa.learning.advantages import group_advantages
-from stoa.learning.batching import pack
-from stoa.rollouts.records import Episode, Group
+from stoa.rollouts.records import Group
 from trainer_gpu import host
 from trainer_gpu.loss import dppo_loss
-from trainer_gpu.metrics import Tokens, group_metrics, token_metrics
-from trainer_gpu.model import token_logprobs_packed
+from trainer_gpu.metrics import ReplayedRow, Tokens, group_metrics, replay_metrics, token_metrics
+from trainer_gpu.model import recorded_routing, replayed_routing, token_logprobs_packed
 from trainer_gpu.parallel import Trainable
+from trainer_gpu.rows import Row, rows_of_rank
+
+COMPARE_EVERY_STEPS: Final = 4
+"""How often one row is also run with the router's own choice of experts, where the sampler's is replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +36,6 @@ class StepOutcome:
     metrics: dict[str, float]
     num_tokens: int
     tokens_of_host: dict[str, Tokens]
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One packed row: ids int64 [T], where bool [T], log_mu and advantages fp32 [T] (0 outside `where`)."""
-
-    ids: torch.Tensor
-    seq_lens: list[int]
-    where: torch.Tensor
-    log_mu: torch.Tensor
-    advantages: torch.Tensor
-    hosts: list[str]
-    sampled_lens: list[int]
 
 
 def optimizer_step(
@@ -65,24 +57,39 @@ def optimizer_step(
         on_row: told of each finished micro-batch, so that a heartbeat can go on.
 
     Raises:
-        NonFiniteError: the gradient is not finite; nothing has changed.
+        NonFiniteError: the gradient is not finite; nothing has changed, on any rank.
+
+    With several ranks all must call with the same arguments; each takes its share of the rows, and only rank 0 gets
+    metrics.
     """
     denominator = float(planned_sequences * learning.tokens_per_sequence)
-    rows = pack_rows(groups, learning)
+    rows = rows_of_rank(groups, learning)
+    replay = [_compare_replay(trainable.model, row, row.routing) for row in rows[:1] if row.routing is not None and _is_compared(step)]
     seen: list[Tokens] = []
     rate = learning_rate(learning, step)
     trainable.set_learning_rate(rate)
     losses = _losses(trainable.model, rows, learning, denominator, seen, on_row)
     grad_norm = trainable.step(losses)
-    tokens = Tokens.concatenate(seen)
+    hosts = [np.repeat(np.array(row.hosts, np.str_), np.array(row.sampled_lens, np.int64)) for row in rows]
+    parts = host.collect((seen, hosts, replay))
+    if not parts:
+        return StepOutcome({}, 0, {})
+    tokens = Tokens.concatenate([part for seen, _, _ in parts for part in seen])
+    owner = np.concatenate([names for _, hosts, _ in parts for names in hosts])
     metrics = {
         **group_metrics(groups, version),
         **token_metrics(tokens, learning.gate),
+        **replay_metrics([row for _, _, replay in parts for row in replay]),
         "grad_norm": grad_norm,
         "learning_rate": rate,
-        "num_rows": float(len(rows)),
+        "num_rows": float(sum(len(seen) for seen, _, _ in parts)),
     }
-    return StepOutcome(metrics, sum(group.num_tokens for group in groups), _by_host(tokens, rows))
+    num_tokens = sum(group.num_tokens for group in groups)
+    return StepOutcome(metrics, num_tokens, {str(name): tokens.select(owner == name) for name in np.unique(owner)})
+
+
+def _is_compared(step: int) -> bool:
+    return step % COMPARE_EVERY_STEPS == 1
 
 
 def learning_rate(learning: Learning, step: int) -> float:
@@ -90,37 +97,9 @@ def learning_rate(learning: Learning, step: int) -> float:
     return learning.learning_rate * min(1.0, step / max(1, learning.warmup_steps))
 
 
-def pack_rows(groups: Sequence[Group], learning: Learning) -> list[_Row]:
-    """All episodes of the step, packed into rows of at most `micro_batch_tokens`, on the model's device."""
-    episodes: list[tuple[Episode, float, str]] = []
-    for group in groups:
-        advantages = group_advantages(group.rewards, normalise=learning.normalise_advantage)
-        episodes += [(e, float(a), group.host) for e, a in zip(group.episodes, advantages, strict=True)]
-    lengths = [len(episode.ids) for episode, _, _ in episodes]
-    return [_row([episodes[i] for i in bin_]) for bin_ in pack(lengths, learning.micro_batch_tokens)]
-
-
-def _row(episodes: Sequence[tuple[Episode, float, str]]) -> _Row:
-    ids = np.concatenate([episode.ids for episode, _, _ in episodes]).astype(np.int64)
-    where = np.concatenate([episode.mask for episode, _, _ in episodes]).astype(bool)
-    log_mu = np.zeros(len(ids), np.float32)
-    log_mu[where] = np.concatenate([episode.logprobs for episode, _, _ in episodes])
-    spread = np.concatenate([np.full(len(episode.ids), advantage, np.float32) for episode, advantage, _ in episodes])
-    device = host.device()
-    return _Row(
-        torch.from_numpy(ids).to(device),
-        [len(episode.ids) for episode, _, _ in episodes],
-        torch.from_numpy(where).to(device),
-        torch.from_numpy(log_mu).to(device),
-        torch.from_numpy(spread * where).to(device),
-        [name for _, _, name in episodes],
-        [len(episode.logprobs) for episode, _, _ in episodes],
-    )
-
-
 def _losses(
     model: GPTModel,
-    rows: Sequence[_Row],
+    rows: Sequence[Row],
     learning: Learning,
     denominator: float,
     seen: list[Tokens],
@@ -128,8 +107,9 @@ def _losses(
 ) -> Iterator[Callable[[], torch.Tensor]]:
     """One closure a row. What the forward pass said of the sampled tokens is kept in `seen`, off the graph."""
 
-    def loss(row: _Row) -> torch.Tensor:
-        log_pi, entropy = token_logprobs_packed(model, row.ids, row.seq_lens, row.where)
+    def loss(row: Row) -> torch.Tensor:
+        with nullcontext() if row.routing is None else replayed_routing(model, row.routing):
+            log_pi, entropy = token_logprobs_packed(model, row.ids, row.seq_lens, row.where)
         ours, mu, advantages = log_pi[row.where], row.log_mu[row.where], row.advantages[row.where]
         seen.append(Tokens.of_tensors(ours, mu, advantages, entropy[row.where]))
         return dppo_loss(ours, mu, advantages, denominator=denominator, gate=learning.gate)
@@ -139,8 +119,15 @@ def _losses(
         on_row(f"row {number + 1} of {len(rows)}")
 
 
-def _by_host(tokens: Tokens, rows: Sequence[_Row]) -> dict[str, Tokens]:
-    names = np.array([name for row in rows for name in row.hosts])
-    lens = np.array([num for row in rows for num in row.sampled_lens])
-    owner = np.repeat(names, lens)
-    return {str(name): tokens.select(owner == name) for name in np.unique(names)}
+@torch.no_grad()
+def _compare_replay(model: GPTModel, row: Row, routing_TLK: torch.Tensor) -> ReplayedRow:
+    """One row as its sampler routed it and as the router here would: two forward passes, no gradient."""
+    with replayed_routing(model, routing_TLK):
+        replayed, _ = token_logprobs_packed(model, row.ids, row.seq_lens, row.where)
+    with recorded_routing(model) as recorded:
+        free, _ = token_logprobs_packed(model, row.ids, row.seq_lens, row.where)
+    differs_TL = (recorded[0].sort(-1).values != routing_TLK.sort(-1).values).any(-1)
+    fed_T = torch.ones(len(row.ids), dtype=torch.bool, device=row.ids.device)
+    fed_T[torch.tensor(row.seq_lens).cumsum(0).to(row.ids.device) - 1] = False  # the last token of a sequence is never fed to a sampler
+    log_pi, log_free, log_mu = (t[row.where].double().cpu().numpy() for t in (replayed, free, row.log_mu))
+    return ReplayedRow(log_pi, log_free, log_mu, differs_TL[fed_T].flatten().cpu().numpy())

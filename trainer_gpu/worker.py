@@ -3,6 +3,9 @@
 It waits for whatever is not there yet (the bucket, the run, Temporal, its namespace), offers to take the run, serves
 each lease it wins on the lease's own queue, and keeps the control child (workflows and grants) alive beside it. It ends
 when it is asked to; nothing listens on a port. What a step does is the engine's business.
+
+On several GPUs: `torchrun --nproc-per-node N -m trainer_gpu.worker [CONFIG]`. Rank 0 does all of the above; the other
+ranks follow it (`follower.py`) and end with it.
 """
 
 import argparse
@@ -23,7 +26,7 @@ from temporalio.worker import Worker
 
 from activities.connection import connect_forever, make_runtime, supervise
 from activities.train import TrainActivities, acquire_worker, lease_worker
-from stoa.config.load import load_run, state_folder
+from stoa.config.load import Launch, load_run, state_folder, torchrun_launch
 from stoa.config.run import RunConfig
 from stoa.contracts.errors import (
     MissingExtraError,
@@ -40,6 +43,7 @@ from trainer_gpu.lock import StateLock
 from trainer_gpu.run_handle import PATIENCE_SECONDS, RunHandle, open_run, open_store
 
 if TYPE_CHECKING:
+    from trainer_gpu.crew import Crew
     from trainer_gpu.engine import TrainerEngine
 
 _log = structlog.get_logger(__name__)
@@ -61,13 +65,13 @@ class Options:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the worker; returns the exit code: 0 we were asked to end, 1 failed, 2 wrong use."""
     options = read_options(arguments)
-    telemetry.configure(worker="trainer")
+    launch = torchrun_launch()
+    telemetry.configure(worker="trainer" if launch is None else f"trainer-{launch.rank}")
     try:
         require_extra()
-        config = load_run(options.config)
-        telemetry.bind(run=config.run)
-        with StateLock(options.state or state_folder("trainer")):
-            asyncio.run(_Worker(config, options).run())
+        if launch is not None and launch.num_ranks > 1:
+            return _one_of_many(options, launch)
+        _work(options)
     except StoaError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
         return 2 if isinstance(error, UsageError) else 1
@@ -75,6 +79,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _log.exception("worker_crashed")
         return 1
     return 0
+
+
+def _work(options: Options, crew: "Crew | None" = None) -> None:
+    """The only rank, or with `crew` the first one: train until asked to end, or until another rank is lost."""
+    config = load_run(options.config)
+    telemetry.bind(run=config.run)
+    with StateLock(options.state or state_folder("trainer")):
+        asyncio.run(_Worker(config, options, crew).run())
+
+
+def _one_of_many(options: Options, launch: Launch) -> int:
+    """This rank of several; returns the exit code."""
+    from trainer_gpu import host  # noqa: PLC0415 - torch, and only where torchrun started us
+    from trainer_gpu.crew import Crew, Line  # noqa: PLC0415
+    from trainer_gpu.follower import follow  # noqa: PLC0415
+
+    host.join_processes()
+    line = Line()
+    if launch.rank:
+        return 0 if follow(line) else 1
+    crew = Crew(line)
+    try:
+        _work(options, crew)
+    finally:
+        crew.end()
+    return 1 if crew.is_lost else 0
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
@@ -97,8 +127,9 @@ def require_extra(find: Callable[[str], object] = find_spec) -> None:
 class _Worker:
     """One process's life."""
 
-    def __init__(self, config: RunConfig, options: Options) -> None:
+    def __init__(self, config: RunConfig, options: Options, crew: "Crew | None") -> None:
         self._config = config
+        self._crew = crew
         self._options = options
         self._store = open_store(config, patience_seconds=0.0)
         self._stop = asyncio.Event()
@@ -110,6 +141,8 @@ class _Worker:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
+        if self._crew is not None:
+            self._crew.on_lost = lambda: loop.call_soon_threadsafe(self._stop.set)
         control = keep_alive(self._control_command(), self._stop) if self._options.control else self._stop.wait()
         beside = asyncio.ensure_future(control)
         try:
@@ -165,9 +198,10 @@ class _Worker:
     def _make_engine(self, handle: RunHandle, on_lease: Callable[[Acquired | None], None]) -> "TrainerEngine":
         # It says at length that optional accelerations are not installed.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+        from trainer_gpu.crew import alone  # noqa: PLC0415
         from trainer_gpu.engine import TrainerEngine  # noqa: PLC0415 - torch is loaded once there is a run to train
 
-        engine = TrainerEngine(handle, on_lease=on_lease)
+        engine = TrainerEngine(handle, on_lease=on_lease, lead=self._crew.lead if self._crew else alone)
         engine.prepare()
         return engine
 

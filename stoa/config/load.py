@@ -156,6 +156,24 @@ def resolve_model_folder(config: RunConfig) -> Path:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How torchrun started this process: its number, and that on its host, of how many."""
+
+    rank: int
+    local_rank: int
+    num_ranks: int
+    num_local: int
+
+
+def torchrun_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
+    """What torchrun told this process, None if another program started it."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return Launch(*(int(environ[name]) for name in names))
+
+
 def child_environment(overrides: Mapping[str, str], *, without: Sequence[str] = ()) -> dict[str, str]:
     """This process's environment less `without`, with `overrides`: what a process it starts is given."""
     return {**{name: value for name, value in os.environ.items() if name not in without}, **overrides}

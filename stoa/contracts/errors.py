@@ -118,6 +118,10 @@ class LostStateError(StoaError):
     """The trainer's memory is not at the step the workflow asks for; it must acquire the run again."""
 
 
+class RankLostError(StoaError):
+    """One of the trainer's processes is gone or out of step: all must end and start again."""
+
+
 class WeightsError(StoaError):
     """Weights cannot be used."""
 

@@ -242,6 +242,8 @@ def rescore_episode(episode: Episode, rules: Rules, rescore: Rescore, where: str
         logprobs=np.minimum(episode.logprobs, np.float32(0.0)),
         reward=replayed.reward,
         reward_parts=dict(replayed.parts),
+        # Experts nobody asked for were not checked, and must not be replayed.
+        routing=episode.routing if rules.routing is not None else None,
     )
 
 
@@ -300,8 +302,11 @@ def _check_routing(episode: Episode, rules: Rules, where: str) -> None:
         return
     num_layers, top_k, num_experts = rules.routing
     routing = episode.routing
-    if routing is None or routing.shape[1:] != (num_layers, top_k) or int(routing.max()) >= num_experts:
+    if routing is None or routing.shape != (len(episode.ids), num_layers, top_k) or int(routing.max()) >= num_experts:
         _refuse(Reason.ROUTING, where, f"routing is not {num_layers} layers of {top_k} out of {num_experts}")
+    ordered = np.sort(routing, axis=-1)
+    if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
+        _refuse(Reason.ROUTING, where, "routing names one expert twice for a token")
 
 
 def _mask_of_turns(episode: Episode) -> NDArray[np.uint8]:

@@ -203,14 +203,19 @@ def test_only_the_granted_question_is_taken():
 
 
 def test_routing_is_checked_where_the_run_records_it():
-    def routed(layers: int, top_k: int, expert: int) -> Group:
-        episodes = tuple(dataclasses.replace(e, routing=np.full((len(e.ids), layers, top_k), expert, np.uint8)) for e in HONEST.episodes)
+    def routed(layers: int, *experts: int) -> Group:
+        chosen = np.array(experts, np.uint8)
+        episodes = tuple(
+            dataclasses.replace(e, routing=np.broadcast_to(chosen, (len(e.ids), layers, len(chosen))).copy()) for e in HONEST.episodes
+        )
         return dataclasses.replace(HONEST, episodes=episodes)
 
     rules = toy.rules(routing=(2, 4, 8))
-    assert judge(routed(2, 4, 7), rules=rules).episodes[0].routing is not None
-    for bad in (HONEST, routed(3, 4, 7), routed(2, 2, 7), routed(2, 4, 8)):
-        assert reason_of(lambda bad=bad: judge(bad, rules=rules)) == Reason.ROUTING
+    assert judge(routed(2, 4, 0, 7, 1), rules=rules).episodes[0].routing is not None
+    bad = [HONEST, routed(3, 4, 5, 6, 7), routed(2, 6, 7), routed(2, 5, 6, 7, 8), routed(2, 4, 7, 5, 7)]
+    for group in bad:
+        assert reason_of(lambda group=group: judge(group, rules=rules)) == Reason.ROUTING
+    assert judge(routed(2, 7, 7, 7, 7)).episodes[0].routing is None, "experts nobody asked for are not replayed"
 
 
 def test_a_fault_of_the_environment_that_may_pass_is_no_refusal():

@@ -18,6 +18,7 @@ from trainer_gpu.checkpoint import (
     read_tensors,
     restore_rng,
     save_checkpoint,
+    save_parts,
 )
 
 IDENTITY = Identity("test", "layout", "architecture")
@@ -40,7 +41,8 @@ def signer() -> Signer:
 
 
 def save(store: Store, signer: Signer, tensors: dict[str, torch.Tensor], facts: Facts = FACTS) -> str:
-    return save_checkpoint(store, signer, IDENTITY, facts, tensors, part_bytes=20_000).key
+    parts = save_parts(store, IDENTITY.run, facts.epoch, facts.step, tensors, part_bytes=20_000)
+    return save_checkpoint(store, signer, IDENTITY, facts, parts).key
 
 
 def test_state_comes_back_bit_for_bit(store: Store, signer: Signer, tensors: dict[str, torch.Tensor]) -> None:

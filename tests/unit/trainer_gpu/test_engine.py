@@ -12,6 +12,7 @@ from stoa.bucket.store import Store
 from stoa.contracts.errors import FencedError, LostStateError, ReplayedError, ServiceUnavailableError, UsageError
 from stoa.contracts.messages import AcquireRequest, CheckpointRequest, PublishRequest, StepRequest
 from tests.unit.trainer_gpu.runs import Reports, config_of, head_of, ship_sweep, start_run
+from trainer_gpu.checkpoint import MANIFEST
 from trainer_gpu.engine import TrainerEngine, next_token
 from trainer_gpu.policy import Policy
 from trainer_gpu.run_handle import RunHandle
@@ -45,7 +46,8 @@ def test_successor_resumes_from_head_and_no_group_is_trained_on_twice(handle: Ru
     acquired = first.acquire(AcquireRequest("test", 1), 1, progress)
     assert (acquired.token, acquired.step, acquired.version) == (1001, 0, 0)
     head = head_of(handle)
-    assert (head.epoch, head.version, head.step, head.checkpoint_key) == (1001, 0, 0, "")
+    assert (head.epoch, head.version, head.step) == (1001, 0, 0)
+    assert head.checkpoint_key == keys.checkpoint("test", 1001, 0, MANIFEST), "the first checkpoint proves the path at step 0"
 
     shipped = ship_sweep(handle, policy_of(first), questions[:20], host="mac-a", sweep=0, seed=1)
     for step in (1, 2):

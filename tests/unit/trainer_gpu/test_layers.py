@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_gpu import host
@@ -62,6 +63,40 @@ def test_head_never_holds_all_logits() -> None:
     with LargestTensor() as all_at_once:
         F.linear(hidden, weight)
     assert all_at_once.num_bytes == 2**23, "the measure must see a large tensor"
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes alive at once in tensors that operations inside the block made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        inputs = {StorageWeakRef(a.untyped_storage()) for a in args if isinstance(a, torch.Tensor)}
+        for out in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(out, torch.Tensor) and (ref := StorageWeakRef(out.untyped_storage())) not in inputs:
+                self._alive[ref] = out.untyped_storage().nbytes()
+        self._alive = {ref: size for ref, size in self._alive.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return result
+
+
+@pytest.mark.loop
+@pytest.mark.timeout(280)
+def test_head_of_8192_tokens_and_128000_words_needs_256_mib_at_its_peak_with_gradient() -> None:
+    hidden, weight = draw(8192, 64).requires_grad_(), (0.1 * draw(128_000, 64, seed=1)).requires_grad_()
+    targets = torch.randint(0, 128_000, (8192,), generator=torch.Generator().manual_seed(2))
+    with PeakBytes() as seen:
+        logprobs, _ = token_logprobs(hidden, weight, targets)
+        logprobs.sum().backward()
+    print(f"peak {seen.peak} bytes")
+    assert seen.peak <= 268_435_456
+    assert seen.peak > 2**26, "the measure must see a chunk of logits"
+    row = F.linear(hidden[:1].detach(), weight.detach()).log_softmax(-1)[0, targets[0]]
+    assert float(logprobs[0]) == pytest.approx(float(row), abs=1e-4)
 
 
 def test_head_of_no_rows_is_empty() -> None:

@@ -70,7 +70,7 @@ def test_a_resumed_trainer_is_bit_equal_to_one_that_went_on(dtype: torch.dtype, 
         first.step([loss_of(first.model, batch)])
     stored = save(copied(first.state_tensors()))
     second = trainable(moe_folder, dtype)
-    second.load_state_tensors(load(stored))
+    second.load_state(load(stored).items())
     second.step([loss_of(second.model, 2)])
     expected, found = steady.state_tensors(), second.state_tensors()
     assert found.keys() == expected.keys()
@@ -87,7 +87,7 @@ def test_a_resume_that_loses_a_moment_is_not_bit_equal(moe_folder: Path) -> None
     first.step([loss_of(first.model, 1)])
     for key in ("exp_avg_sq.embedding.word_embeddings.weight", "optimizer.step"):
         second = trainable(moe_folder)
-        second.load_state_tensors(state | {key: torch.zeros_like(state[key])})
+        second.load_state((state | {key: torch.zeros_like(state[key])}).items())
         second.step([loss_of(second.model, 1)])
         name = "master.embedding.word_embeddings.weight"
         assert not torch.equal(first.state_tensors()[name], second.state_tensors()[name])
@@ -139,7 +139,8 @@ def test_state_of_another_model_is_refused(change, problem: str, moe_folder: Pat
     state = copied(ours.state_tensors())
     change(state)
     with pytest.raises(CheckpointError, match=problem):
-        ours.load_state_tensors(state)
+        ours.check_names(state)
+        ours.load_state(state.items())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """One optimizer step on groups that were really sampled: what it measures, and what may not change it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 
 from stoa.config.run import Learning
+from stoa.learning.batching import pack
 from stoa.rollouts.records import Group
 from stoa.telemetry.metrics import find
 from tests.unit.trainer_gpu.player import POLICY, group_of, play, search
 from trainer_gpu.convert import load_hub
-from trainer_gpu.model import build_model, read_model_config
+from trainer_gpu.model import build_model, read_model_config, recorded_routing, token_logprobs_packed
 from trainer_gpu.parallel import Trainable, build_optimizer
+from trainer_gpu.rows import Place, share
 from trainer_gpu.step import StepOutcome, learning_rate, optimizer_step
 
 LEARNING = Learning()
@@ -64,16 +67,6 @@ def test_on_policy_step_drops_nothing_and_sees_no_mismatch(groups: list[Group]) 
 def test_every_metric_is_declared_in_the_catalogue(groups: list[Group]) -> None:
     _, outcome = step(groups)
     assert [name for name in outcome.metrics if find(name) is None] == []
-
-
-def test_cut_into_rows_does_not_change_the_gradient(groups: list[Group]) -> None:
-    one, whole = step(groups, LEARNING.model_copy(update={"micro_batch_tokens": 100_000}))
-    many, cut = step(groups, LEARNING.model_copy(update={"micro_batch_tokens": 64}))
-    assert whole.metrics["num_rows"] == 1
-    assert cut.metrics["num_rows"] > 5
-    norm = whole.metrics["grad_norm"]
-    worst = max(float((one.gradients()[n] - g).abs().max()) for n, g in many.gradients().items())
-    assert worst <= 1e-6 * max(1.0, norm)
 
 
 def test_gradient_equals_autograd_of_the_formula_one_episode_at_a_time(groups: list[Group]) -> None:
@@ -129,6 +122,78 @@ def test_learning_rate_warms_up_and_the_first_step_moves() -> None:
     learning = LEARNING.model_copy(update={"warmup_steps": 4, "learning_rate": 1.0})
     assert [learning_rate(learning, n) for n in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
     assert learning_rate(LEARNING, 1) == LEARNING.learning_rate
+
+
+def with_routing(groups: list[Group], change: Callable[[torch.Tensor], torch.Tensor] = lambda routing: routing) -> list[Group]:
+    """The groups with the experts that the policy itself chooses, `change`d, as a sampler would have recorded them."""
+    model = trainable().model
+    routed: list[Group] = []
+    for group in groups:
+        ids = torch.from_numpy(np.concatenate([e.ids for e in group.episodes]).astype(np.int64))
+        lengths = [len(e.ids) for e in group.episodes]
+        with torch.no_grad(), recorded_routing(model) as recorded:
+            token_logprobs_packed(model, ids, lengths)
+        parts = change(recorded[0]).to(torch.uint8).split(lengths)
+        episodes = tuple(replace(e, routing=part.numpy()) for e, part in zip(group.episodes, parts, strict=True))
+        routed.append(replace(group, episodes=episodes))
+    return routed
+
+
+def worst_gradient_difference(a: Trainable, b: Trainable) -> float:
+    """Largest difference over all tensors, relative to the norm of the whole gradient."""
+    ours, theirs = a.gradients(), b.gradients()
+    norm = torch.cat([g.flatten() for g in ours.values()]).norm()
+    return max(float((g - theirs[n]).abs().max() / norm) for n, g in ours.items())
+
+
+def test_replaying_the_samplers_experts_is_exact_where_they_agree_and_seen_where_not(groups: list[Group]) -> None:
+    plain, without = step(groups)
+    assert "mismatch_replayed" not in without.metrics
+    same, outcome = step(with_routing(groups))
+    assert worst_gradient_difference(plain, same) < 1e-6
+    assert outcome.metrics["routing_differs_fraction"] == 0
+    assert outcome.metrics["mismatch_replayed"] == outcome.metrics["mismatch_not_replayed"] < 1e-5
+    other, outcome = step(with_routing(groups, lambda routing: (routing + 1) % 8))
+    assert worst_gradient_difference(plain, other) > 1e-3
+    assert outcome.metrics["routing_differs_fraction"] > 0.5
+    assert outcome.metrics["mismatch_replayed"] > 100 * outcome.metrics["mismatch_not_replayed"]
+    assert outcome.metrics["mismatch_mean"] > 1e-3, "the step itself ran on the sampler's experts"
+
+
+def test_replay_is_compared_every_fourth_step_only(groups: list[Group]) -> None:
+    routed = with_routing(groups[:1])
+    compared = ["mismatch_replayed" in step(routed, step=number)[1].metrics for number in range(1, 6)]
+    assert compared == [True, False, False, False, True]
+
+
+def test_experts_of_some_episodes_only_are_not_replayed(groups: list[Group]) -> None:
+    routed = with_routing(groups, lambda routing: (routing + 1) % 8)
+    mixed = [replace(routed[0], episodes=(groups[0].episodes[0], *routed[0].episodes[1:])), *routed[1:]]
+    assert worst_gradient_difference(step(groups)[0], step(mixed)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 24])
+def test_cut_into_rows_does_not_change_the_gradient(num_rows: int, groups: list[Group]) -> None:
+    """24 episodes in 1, 2, 4 or 8 packed rows, or each in a row of its own."""
+    lengths = [len(e.ids) for g in groups for e in g.episodes]
+    budget = next(b for b in range(max(lengths), sum(lengths) + 1) if len(pack(lengths, b)) <= num_rows) if num_rows < 24 else 1
+    whole, _ = step(groups, LEARNING.model_copy(update={"micro_batch_tokens": 10**6}))
+    cut, outcome = step(groups, LEARNING.model_copy(update={"micro_batch_tokens": budget}))
+    assert outcome.metrics["num_rows"] == num_rows
+    assert worst_gradient_difference(whole, cut) < 1e-6
+
+
+def test_shares_of_all_ranks_hold_every_episode_once() -> None:
+    bins, lengths = [[0, 3], [1], [2, 4], [5], [6]], [9, 8, 3, 1, 4, 6, 2]
+    for num_ranks in (1, 2, 3, 8):
+        plain = [share(bins, lengths, rank, num_ranks, even=False) for rank in range(num_ranks)]
+        assert sorted(i for places in plain for place in places for i in place.episodes) == list(range(7))
+        assert not any(place.num_filling for places in plain for place in places)
+        even = [share(bins, lengths, rank, num_ranks, even=True) for rank in range(num_ranks)]
+        assert sorted(i for places in even for place in places for i in place.episodes) == list(range(7))
+        sizes = [[sum(lengths[i] for i in place.episodes) + place.num_filling for place in places] for places in even]
+        assert all(one == sizes[0] for one in sizes), "ranks that share experts meet with as many tokens"
+    assert share(bins, lengths, 1, 2, even=True) == [Place((1,), 2), Place((5,), 1), Place((), 2)]
 
 
 def test_rows_are_reported_while_they_finish(groups: list[Group]) -> None:

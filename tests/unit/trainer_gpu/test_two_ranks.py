@@ -1,0 +1,158 @@
+"""A trainer of two ranks against one of one: same steps, same checkpoints, same weights on the wire; and a rank that is lost."""
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stoa.bucket import keys
+from stoa.bucket.manifest import Signer
+from stoa.bucket.run_document import claim_run, new_run, upload_model_files
+from stoa.bucket.steps import read_step
+from stoa.bucket.store import Store
+from stoa.config.run import RunConfig
+from stoa.contracts.messages import AcquireRequest, CheckpointRequest, StepRequest
+from stoa.weights.layout import layout_of
+from tests.servers import BucketServer
+from tests.unit.trainer_gpu.player import POLICY, search
+from tests.unit.trainer_gpu.runs import Reports, config_of, head_of, ship_sweep, state_of
+from tests.unit.trainer_gpu.test_two_processes import free_port
+from trainer_gpu.checkpoint import Document, Identity, read_document, read_tensors
+from trainer_gpu.engine import TrainerEngine
+from trainer_gpu.policy import Policy
+from trainer_gpu.run_handle import RunHandle
+
+ROOT = Path(__file__).parents[3]
+SEED = bytes(range(32))
+MAX_GRADIENT_DIFFERENCE = 1e-6
+
+
+def start(store: Store, config: RunConfig) -> RunHandle:
+    signer = Signer.from_seed(SEED)
+    layout_id = layout_of(json.loads((POLICY / "config.json").read_text()), config.learning.dtype).layout_id
+    files = upload_model_files(store, config.run, POLICY)
+    document = claim_run(store, new_run(config, signer, layout_id=layout_id, model_files=files), signer)
+    return RunHandle(store, document, signer, search(), POLICY, "one")
+
+
+def launch(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command += ["-m", "tests.unit.trainer_gpu.two_ranks", *arguments]
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def document_of(handle: RunHandle, policy: Policy, key: str) -> Document:
+    identity = Identity("test", handle.document.layout_id, policy.architecture)
+    return read_document(handle.store, key, identity, handle.signer.public_key)
+
+
+def tensors_of(handle: RunHandle, policy: Policy, key: str) -> dict[str, torch.Tensor]:
+    return dict(read_tensors(handle.store, document_of(handle, policy, key).parts))
+
+
+def flat(tensors: dict[str, torch.Tensor], kind: str) -> torch.Tensor:
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors) if name.startswith(f"{kind}.")])
+
+
+@pytest.mark.loop
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("expert", [1, 2], ids=["data parallel", "expert parallel"])
+def test_two_ranks_train_save_restore_and_publish_as_one(expert: int, bucket_server: BucketServer, tmp_path: Path) -> None:
+    one, two = (bucket_server.store(f"ranks-{who}-{expert}-{os.getpid()}") for who in ("one", "two"))
+    handles: list[RunHandle] = []
+    for store, share in ((one, 1), (two, expert)):
+        store.ensure_bucket()
+        base = config_of(store, groups_per_step=4, micro_batch_tokens=600, expert_parallel=share, learning_rate=1e-3)
+        handles.append(start(store, base))
+    alone, ranked = handles
+    progress = Reports()
+    player = TrainerEngine(alone)
+    player.acquire(AcquireRequest("test", 1), 1, progress)
+    assert player._policy is not None
+    shipped = ship_sweep(alone, player._policy, list(alone.environment.question_ids("train"))[:24], host="mac", sweep=0, seed=1)
+    start_state = state_of(alone, head_of(alone))
+    player.close()
+    for key in (*shipped, keys.grant("test", "mac", 0)):
+        two.create(key, one.get(key, max_bytes=1 << 26).data)
+
+    settings = tmp_path / "settings.json"
+    settings.write_text(ranked.store.settings.model_dump_json())
+    running = launch([str(settings), str(tmp_path)], {"STOA_SIGNING_KEY": base64.b64encode(SEED).decode()})
+    engine = TrainerEngine(alone)
+    token = engine.acquire(AcquireRequest("test", 2), 1, progress).token
+    policy = engine._policy
+    assert policy is not None
+    before = {name: t.clone() for name, t in policy.state().items()}
+    steps = [engine.train_step(StepRequest("test", token, 1), progress)]
+    saved = engine.checkpoint(CheckpointRequest("test", token, 1), progress)
+    steps.append(engine.train_step(StepRequest("test", token, 2), progress))
+    output, _ = running.communicate(timeout=120)
+    assert running.returncode == 0, output[-4000:]
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert (said["num_ranks"], said["expert_parallel"]) == (2, expert)
+    assert said["start_state"] == start_state, "version 0 from two ranks is that from one"
+
+    # Adam's first moment after one step is a fixed share of that step's gradient.
+    ours, theirs = tensors_of(alone, policy, saved.key), tensors_of(ranked, policy, said["first_checkpoint"])
+    assert ours.keys() == theirs.keys()
+    gradient, other = flat(ours, "exp_avg"), flat(theirs, "exp_avg")
+    assert float(gradient.norm()) > 0
+    assert float((gradient - other).abs().max() / gradient.norm()) < MAX_GRADIENT_DIFFERENCE
+    for mine, key in zip(steps, said["manifests"], strict=True):
+        a, b = (read_step(h.store, "test", k) for h, k in ((alone, mine.manifest_key), (ranked, key)))
+        assert a.consumed == b.consumed
+        assert b.metrics["grad_norm"] == pytest.approx(a.metrics["grad_norm"], rel=1e-5)
+        assert b.metrics["sampled_tokens"] == a.metrics["sampled_tokens"]
+        assert b.metrics["mismatch_mean"] == pytest.approx(a.metrics["mismatch_mean"], rel=1e-4, abs=1e-7)
+        assert b.hosts["mac"].mismatch_mean == pytest.approx(a.hosts["mac"].mismatch_mean, rel=1e-4, abs=1e-7)
+    assert any("row" in seen for seen in said["progress"])
+
+    # What the two saved: each tensor once, experts by the rank that has them; restored there and here bit for bit.
+    assert said["restored_bit_for_bit"]
+    assert said["resumed_at"] == 2
+    head = head_of(ranked)
+    document = document_of(ranked, policy, head.checkpoint_key)
+    names = [name for part in document.parts for name in part.tensors]
+    assert len(names) == len(set(names))
+    of_rank_1 = {name for part in document.parts if part.name.startswith("rank-0001") for name in part.tensors}
+    assert all(".local_experts." in name for name in of_rank_1)
+    assert bool(of_rank_1) == (expert == 2)
+    after = policy.state()
+    theirs = tensors_of(ranked, policy, head.checkpoint_key)
+    moved = flat(dict(after), "master") - flat(before, "master")
+    assert float((flat(dict(after), "master") - flat(theirs, "master")).norm() / moved.norm()) < 1e-3
+    policy.restore_parts(ranked.store, document.parts, document.facts.rng)
+    wire = load_file(tmp_path / "wire.safetensors")
+    ours_on_wire = dict(policy.wire_tensors())
+    assert wire.keys() == ours_on_wire.keys()
+    assert all(torch.equal(wire[name], t) for name, t in ours_on_wire.items())
+    engine.close()
+
+
+@pytest.mark.loop
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)])
+def test_lost_rank_ends_the_others(victim: int, number: int) -> None:
+    """Dead or frozen, while nothing is done: the other rank ends by itself, with the code planted for that."""
+    port = free_port()
+    ranks: list[subprocess.Popen[bytes]] = []
+    for rank in (0, 1):
+        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PLANTED": f"{victim}:{int(number)}"}
+        command = [sys.executable, "-m", "tests.unit.trainer_gpu.two_ranks", ".", "."]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **told, **address}, stderr=subprocess.DEVNULL))
+    try:
+        assert ranks[1 - victim].wait(80) == 7
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
