@@ -1,4 +1,4 @@
-"""Servers for workflow tests: Temporal's time-skipping test server and its dev server, one of each a module."""
+"""Servers for workflow tests: Temporal's time-skipping test server and its dev server, a fresh one of the first for each test."""
 
 import sys
 from collections.abc import AsyncIterator
@@ -16,9 +16,12 @@ from tests.servers import TemporalServer
 BIN = Path(sys.executable).parent
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="module")
 async def skipping() -> AsyncIterator[WorkflowEnvironment]:
-    """A server on which hours pass in milliseconds; it has no visibility queries."""
+    """A server on which hours pass in milliseconds; it has no visibility queries.
+
+    One a test: an activity that a test leaves unfinished would hold the clock of every later one.
+    """
     env = await WorkflowEnvironment.start_time_skipping(
         test_server_existing_path=str(BIN / "temporal-test-server"), data_converter=DATA_CONVERTER
     )
