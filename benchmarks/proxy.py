@@ -133,7 +133,7 @@ class FaultProxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of a client, with one of its own to the server."""
         self.counts.num_connections += 1
-        writer.transport.set_write_buffer_limits(0)  # `drain` then waits until the kernel has it all
+        writer.transport.set_write_buffer_limits(high=1, low=0)  # `drain` then waits until the kernel has it all
         parts = urlsplit(self.server)
         up: asyncio.Task[None] | None = None
         try:
