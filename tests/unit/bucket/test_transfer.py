@@ -1,0 +1,88 @@
+"""The journal never claims a byte that was not written, whatever was going on when the process died."""
+
+import hashlib
+import os
+import random
+import tempfile
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoa.bucket.transfer import Piece, Transfer, Wanted, journal_of, part_of
+
+SIZE = 40_000
+DATA = random.Random(9).randbytes(SIZE)
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), st.integers(1, 15_000)),
+        st.tuples(st.just("write"), st.integers(1, 6_000)),
+        st.tuples(st.just("leave"), st.just(0)),
+        st.tuples(st.just("rob"), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+def work(transfer: Transfer, actions: list[tuple[str, int]], chance: random.Random) -> None:
+    """Threads at work: taking pieces, writing, leaving, robbing each other; robbed ones write on."""
+    flying: list[Piece] = []
+    for what, amount in actions:
+        if what == "take" and transfer.missing:
+            flying.append(transfer.take(amount, 0.0))
+        elif flying:
+            piece = chance.choice(flying)
+            if what == "write":
+                transfer.write(piece, DATA[piece.at : piece.at + amount], 1.0)
+            elif what == "leave":
+                transfer.leave(piece)
+                flying.remove(piece)
+            elif piece in transfer.pieces:
+                flying.append(transfer.take_over(piece, 2.0))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(ACTIONS, min_size=1, max_size=4), st.integers(0, 2**32), st.integers(0, 40))
+def test_journal_claims_only_what_was_written_also_when_it_is_cut_off(rounds, seed, cut):
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = Wanted("k", Path(folder) / "file", SIZE, hashlib.sha256(DATA).hexdigest())
+        for actions in rounds:
+            transfer = Transfer.resume(wanted)
+            transfer.open()
+            assert transfer.agree("etag")
+            claimed = SIZE - transfer.num_missing
+            held = part_of(wanted.path).read_bytes()
+            spans = _held(transfer)
+            assert all(held[start:end] == DATA[start:end] for start, end in spans)
+            assert claimed == sum(end - start for start, end in spans)
+            work(transfer, actions, chance)
+            os.close(transfer._file)  # killed: nothing is noted any more
+            os.close(transfer._journal)
+            journal = journal_of(wanted.path)
+            text = journal.read_bytes()
+            journal.write_bytes(text[: len(text) - min(cut, len(text) // 3)])
+
+
+def test_whole_file_is_named_only_with_its_sha256(tmp_path):
+    for right in (True, False):
+        wanted = Wanted("k", tmp_path / "file", SIZE, hashlib.sha256(DATA if right else b"").hexdigest())
+        transfer = Transfer.resume(wanted)
+        transfer.open()
+        transfer.agree("etag")
+        while transfer.missing:
+            piece = transfer.take(7000, 0.0)
+            assert not transfer.write(piece, DATA[piece.at : piece.at + 9999], 0.0)  # more than was asked for is cut off
+            transfer.leave(piece)
+            transfer.hash_on(transfer.whole_prefix)
+        assert transfer.is_whole
+        assert transfer.finish() == right
+        transfer.close()
+        assert [path.name for path in tmp_path.iterdir()] == (["file"] if right else [])
+        (tmp_path / "file").unlink(missing_ok=True)
+
+
+def _held(transfer: Transfer) -> list[tuple[int, int]]:
+    """The byte ranges that are not missing."""
+    ends = [0, *(edge for span in transfer.missing for edge in span), SIZE]
+    return [(start, end) for start, end in zip(ends[::2], ends[1::2], strict=True) if start < end]
