@@ -35,6 +35,7 @@ _COMMANDS: Final = {
         "services": "Start a local Temporal and a local bucket.",
         "setup": "Make namespaces, search attributes and the bucket; safe to repeat.",
         "config": "Check a configuration file.",
+        "canary": "Check, before a long run, that nothing moves at learning rate 0.",
     },
 }
 _EXAMPLES: Final = """RL post-training where Macs generate every rollout and one GPU box learns.

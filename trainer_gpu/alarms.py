@@ -66,7 +66,7 @@ class AlarmBook:
             alarm: Alarm = getattr(self._alarms, name)
             if alarm.warn is not None and self._held(name, whole, alarm.warn, alarm.steps):
                 found[f"warning_{name}"] = 1.0
-                log.warning("alarm_near", name=name, value=whole[name], warn=alarm.warn, threshold=alarm.threshold)
+                log.info("alarm_near", name=name, value=whole[name], warn=alarm.warn, threshold=alarm.threshold)
             if not self._held(name, whole, alarm.threshold, alarm.steps):
                 continue
             found[f"alarm_{name}"] = 1.0
