@@ -115,9 +115,10 @@ class TrainerEngine:
         self._grants = GrantBook(handle.store, handle.run)
         handle.store.on_retry = self._on_retry
 
-    def prepare(self) -> None:
-        """Build the policy ahead of the first acquire: it takes seconds. From any thread, before the first call."""
+    def prepare(self) -> Policy:
+        """Build the policy ahead of the first acquire: it takes seconds. From any thread, before the first call; returns it."""
         self._policy = self._policy or self._new_policy()
+        return self._policy
 
     def acquire(self, request: AcquireRequest, attempt: int, progress: Progress) -> Acquired:
         """See `ports.PolicyTrainer`. The weights are those of the checkpoint in HEAD, or the base checkpoint's.
