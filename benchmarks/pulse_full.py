@@ -157,7 +157,7 @@ def _line_rate(store: Store) -> float:
     parts = [item for item in store.list(f"{keys.root(RUN)}anchors/") if item.key.endswith(".safetensors")][:24]
     started = time.monotonic()
     with ThreadPoolExecutor(8) as pool:
-        num_bytes = sum(pool.map(lambda part: len(store.get_range(part.key, 0, part.num_bytes)), parts))
+        num_bytes = sum(pool.map(lambda part: sum(len(chunk) for chunk in store.open_range(part.key, 0, part.num_bytes).chunks), parts))
     return num_bytes / (time.monotonic() - started)
 
 

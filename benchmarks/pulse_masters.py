@@ -69,10 +69,11 @@ class Masters:
         self._tensors: dict[str, _Tensor] = {}
         spread = np.float32(np.sqrt((1 - BETA1) / (1 + BETA1)))
         for number, spec in enumerate(layout.tensors):
-            width = 0.02 * self._random.lognormal(0, 0.3, (*spec.shape[:-1], 1)).astype(np.float32)
+            width = np.float32(0.02) * self._random.lognormal(0, 0.3, (*spec.shape[:-1], 1)).astype(np.float32)
             ratio = RATIOS[number % len(RATIOS)] if not spec.frozen else 0.0
             momentum = self._random.standard_normal(spec.shape, np.float32) * spread + np.float32(ratio)
-            self._tensors[spec.name] = _Tensor(self._random.standard_normal(spec.shape, np.float32) * width, momentum, ratio)
+            weights = np.multiply(self._random.standard_normal(spec.shape, np.float32), width, dtype=np.float32)
+            self._tensors[spec.name] = _Tensor(weights, momentum, ratio)
         self._frozen = {spec.name for spec in layout.tensors if spec.frozen}
 
     def step(self) -> None:

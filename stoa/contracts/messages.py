@@ -108,10 +108,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class PublishRequest:
-    """Publish the trainer's weights as the next version; `anchor` and `checkpoint` say what goes with it.
-
-    `announce`: its own manifest announces the anchor, which is waited for, because no later version may come.
-    """
+    """Publish the trainer's weights as the next version. `announce`: its own manifest names the anchor, which is waited for."""
 
     run: str
     token: int
@@ -123,10 +120,7 @@ class PublishRequest:
 
 @dataclass(frozen=True)
 class Published:
-    """One published version.
-
-    Unless it was waited for, its upload goes on while the trainer does: `manifest_key` and `delta_bytes` are not known yet.
-    """
+    """One published version. Unless it was waited for, it is on its way: without `manifest_key` and `delta_bytes`."""
 
     version: int
     step: int
@@ -267,10 +261,7 @@ class SessionInput:
 
 @dataclass(frozen=True)
 class Hello:
-    """A Mac says it is here. `nonce` is drawn at each start of its worker.
-
-    Another nonce while the first is live is kept waiting: it takes over once the first is away or silent.
-    """
+    """A Mac says it is here. `nonce` is its worker's start's; another one waits until the first is away or silent."""
 
     host: str
     nonce: str

@@ -8,8 +8,7 @@ roll-ups are uploaded by `background.py`, beside all this, and announced by a la
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,6 +28,7 @@ from stoa.bucket.manifest import (
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
 from stoa.contracts.errors import WeightsError, WrongBaseError, WrongStateError
+from stoa.contracts.ids import StateId
 from stoa.weights import grid
 from stoa.weights.background import Background, Ready, delta_ref
 from stoa.weights.container import DeltaHeader, pack_delta, read_delta
@@ -306,9 +306,7 @@ class Publisher:
             self.background.forget(scanned.version)
             raise
 
-    def _ready(
-        self, scanned: _Scanned, mirror: WeightState, state_id: str, header: DeltaHeader, counts: Counts, data: bytes
-    ) -> Ready:
+    def _ready(self, scanned: _Scanned, mirror: WeightState, state_id: str, header: DeltaHeader, counts: Counts, data: bytes) -> Ready:
         """What this version's manifest announces."""
         ready = self.background.ready
         if not scanned.inline:
@@ -321,7 +319,7 @@ class Publisher:
         self,
         scanned: _Scanned,
         state: WeightState,
-        state_id: str,
+        state_id: StateId,
         digests: Mapping[str, str],
         stats: VersionStats,
         undo: Undo | None,

@@ -1,9 +1,8 @@
 """A process that publishes or pulls and is killed (SIGKILL, by itself) at a chosen step. Run by the tests of kills.
 
-    publish STEP WHEN HOW   the STEP-th write to the bucket is its last; WHEN says if that write still happens, HOW if the
-                        anchor is announced at once (inline) or uploaded beside
-    pull STEP           the STEP-th change of a file in its folder is its last
-    race LEASE          take the run and publish until fenced, a few times over; prints the versions it won
+publish STEP WHEN HOW: the STEP-th write to the bucket is its last; WHEN says if that write still happens, HOW if the
+anchor is announced at once (inline) or uploaded beside. pull STEP: the STEP-th change of a file in its folder is its
+last; below 0, a kill while weights are written. race LEASE: take the run and publish until fenced, a few times over.
 """
 
 import os
@@ -48,13 +47,13 @@ class DyingStore(Store):
 
 def publish(store: DyingStore, step: int, when: str, how: str) -> None:
     document = read_run(store, RUN)
+    store.step, store.when = step, when
     writer = HeadWriter(store, RUN, SIGNER, owner=f"pid-{os.getpid()}", interval_seconds=0.0)
     before, _ = writer.read()
     head = writer.acquire((before.epoch // 1000 + 1) * 1000)
     publisher = Publisher(store, document, SIGNER, hysteresis=0.02, anchor_part_bytes=50_000)
     publisher.load_published(head)
     weights = drift(masters(publisher.layout), 1000 + head.version)
-    store.step, store.when = step, when
     version = head.version + 1
     prepared = publisher.prepare(weights.items(), step=4, epoch=head.epoch, version=version, anchor=True, inline=how == "inline")
     writer.swap(head.epoch, version=version, manifest_key=prepared.manifest_key, manifest_sha256=prepared.manifest_sha256)

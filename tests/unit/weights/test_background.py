@@ -196,7 +196,7 @@ def test_manifest_tells_what_changed_by_tensor_and_how_long_each_stage_took(run:
 def test_lag_is_what_a_code_stays_behind_its_master(run: SmallRun):
     step(run)
     spec = run.layout.quantised[0]
-    codes, scales, biases = (array.copy() for array in run.publisher.mirror.quantised(spec))
+    codes, scales, _ = (array.copy() for array in run.publisher.mirror.quantised(spec))
     on_grid = run.publisher.mirror.dequantise(spec.name)
     step_size = np.abs((scales.astype(np.uint32) << 16).view(np.float32)).repeat(64, axis=1)
     middle = (codes > 5) & (codes < 250)

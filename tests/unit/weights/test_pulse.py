@@ -86,7 +86,9 @@ def test_two_changes_in_a_row_merge_into_one_with_the_same_end(data: st.DataObje
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_small_object_that_claims_many_changes_allocates_nothing(codec: str):
-    layout = make_layout([TensorSpec("a.weight", (2**10, 2**23), "int8", "uint8"), TensorSpec("c.weight", (5,), "raw", "float32")], "float32")
+    layout = make_layout(
+        [TensorSpec("a.weight", (2**10, 2**23), "int8", "uint8"), TensorSpec("c.weight", (5,), "raw", "float32")], "float32"
+    )
     change = Change(np.array([3]), np.array([1], dtype=np.int16), np.array([2]), np.array([7], dtype=np.uint32))
     sections = encode_change(change, codec)
     many = 8_000_000_000

@@ -1,0 +1,62 @@
+"""The measuring of weight sync: baselines that can be read back, masters that move as Adam moves them, honest counts."""
+
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks.pulse import bound_bits, thinned
+from benchmarks.pulse_baselines import flat_sign_zstd, public_pulse, read_public_pulse, sign_zstd
+from benchmarks.pulse_masters import BETA1, Masters, full_layout
+from stoa.weights.layout import TensorSpec, make_layout
+from stoa.weights.pulse import Change
+
+LAYOUT = make_layout([TensorSpec(f"t{n}.weight", (64, 2048), "int8", "uint8") for n in range(4)], "float32")
+
+
+def test_published_encoding_comes_back_also_over_gaps_beyond_16_bits():
+    positions = np.array([0, 5, 65539, 65540, 200_000, 900_000])
+    values = np.arange(6, dtype=np.uint8)
+    found, read = read_public_pulse(public_pulse(positions, values), 6)
+    assert (found.tolist(), read.tolist()) == (positions.tolist(), values.tolist())
+
+
+def test_signs_cost_less_than_values_and_the_row_order_more_than_flat_gaps():
+    chance = np.random.default_rng(0)
+    positions = np.flatnonzero(chance.random(4_000_000) < 0.005)
+    values = chance.normal(128, 40, len(positions)).clip(0, 255).astype(np.uint8)
+    signs = chance.choice(np.array([-1, 1], dtype=np.int16), len(positions))
+    flat, rows, absolute = len(flat_sign_zstd(positions, signs)), len(sign_zstd(positions, signs)), len(public_pulse(positions, values))
+    assert flat < rows < absolute
+
+
+def test_bound_is_shannons():
+    assert bound_bits(1000, 500) == pytest.approx(1000 + 500)
+    assert bound_bits(8_300_000_000, 41_500_000) / 8e6 == pytest.approx(52.3, abs=0.05)
+
+
+def test_thinned_change_is_half_a_percent_of_single_steps():
+    chance = np.random.default_rng(1)
+    positions = np.flatnonzero(chance.random(100_000) < 0.02)
+    differences = chance.choice(np.array([-1, 1, 2], dtype=np.int16), len(positions))
+    found = thinned(Change(positions, differences), 100_000)
+    assert len(found.positions) == 500
+    assert np.abs(found.differences).max() == 1
+    assert (np.diff(found.positions) > 0).all()
+
+
+def test_masters_begin_in_adams_stationary_state():
+    masters = Masters(LAYOUT, learning_rate=1e-3)
+    before = {name: value.copy() for name, value in masters.tensors()}
+    masters.step()
+    for (name, after), ratio in zip(masters.tensors(), (0.0, 0.1, 0.3, 1.0), strict=True):
+        moved = (before[name] - after) / 1e-3
+        scale = math.sqrt(1 + ratio**2)
+        assert float(moved.mean()) == pytest.approx(ratio / scale, abs=0.01)
+        assert float(moved.std()) == pytest.approx(math.sqrt((1 - BETA1) / (1 + BETA1)) / scale, rel=0.05)
+
+
+def test_rehearsed_layout_is_the_whole_model():
+    layout = full_layout()
+    assert layout.num_codes == 8_466_202_624
+    assert sum(spec.num_elements for spec in layout.tensors if not spec.frozen) == 8_467_856_128

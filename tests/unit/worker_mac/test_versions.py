@@ -1,0 +1,87 @@
+"""Weights brought in between sweeps: resumed before the rescan, shipped after it, and built anew in the same memory."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stoa.bucket.store import Store
+from stoa.contracts.errors import WrongStateError
+from tests.unit.worker_mac.policies import TINY
+from tests.unit.worker_mac.publishing import Publishing
+from worker_mac.versions import Versions
+
+
+@pytest.fixture
+def publishing(store: Store, tmp_path: Path) -> Publishing:
+    return Publishing(store, tmp_path)
+
+
+@pytest.fixture
+def versions(publishing: Publishing, tmp_path: Path):
+    versions = Versions(publishing.store, publishing.document, TINY, tmp_path / "weights")
+    yield versions
+    versions.close()
+
+
+def newest(versions: Versions):
+    return versions.newest(versions.head(), 0)[0]
+
+
+def flip(served) -> None:
+    name = served.live.state.layout.quantised[0].name
+    served.live.state.arrays[name].reshape(-1)[7] ^= 1
+
+
+def test_update_is_served_at_once_and_its_verdict_comes_after(publishing: Publishing, versions: Versions):
+    publishing.publish()
+    first = newest(versions)
+    assert first.verdict is None  # a join is verified before it is served
+    state_id = publishing.publish()
+    second = newest(versions)
+    assert second.verdict is not None
+    assert (second.version, second.state_id) == (1, state_id)
+    second.await_verdict()
+    assert second.live.state.state_id() == state_id
+
+
+def test_bit_that_flips_in_memory_is_in_the_verdict_and_the_weights_are_built_anew_in_place(publishing: Publishing, versions: Versions):
+    publishing.publish()
+    first = newest(versions)
+    memory = {name: array.__array_interface__["data"] for name, array in first.live.state.arrays.items()}
+    flip(first)
+    state_id = publishing.publish()
+    wrong = newest(versions)
+    with pytest.raises(WrongStateError):
+        wrong.await_verdict()
+    right = newest(versions)
+    right.await_verdict()
+    assert right.live.state.state_id() == state_id
+    assert {name: array.__array_interface__["data"] for name, array in right.live.state.arrays.items()} == memory
+    assert right.model is first.model
+
+
+def test_update_by_way_of_an_anchor_needs_no_second_copy(publishing: Publishing, versions: Versions):
+    publishing.publish()
+    first = newest(versions)
+    publishing.publish()
+    middle = publishing.writer.read()[0]
+    state_id = publishing.publish(anchor=True)
+    store = publishing.store
+    store.delete([item.key for item in store.list("runs/demo/deltas/")])
+    memory = first.live.state.arrays[first.live.state.layout.quantised[0].name].__array_interface__["data"]
+    served = newest(versions)
+    assert middle.version == 1
+    assert (served.version, served.live.state.state_id()) == (2, state_id)
+    assert served.live.state.arrays[served.live.state.layout.quantised[0].name].__array_interface__["data"] == memory
+
+
+def test_model_computes_with_what_was_written_in_place(publishing: Publishing, versions: Versions):
+    publishing.publish()
+    first = newest(versions)
+    name = first.live.state.layout.quantised[0].name
+    publishing.masters[name] += 0.05
+    publishing.publish()
+    served = newest(versions)
+    packed = np.array(served.live.arrays[name]).view(np.uint8)
+    assert packed.tobytes() == publishing.publisher.mirror.arrays[name].tobytes()
