@@ -35,6 +35,7 @@ _COMMANDS: Final = {
         "services": "Start a local Temporal and a local bucket.",
         "setup": "Make namespaces, search attributes and the bucket; safe to repeat.",
         "config": "Check a configuration file.",
+        "plan": "Work out what fits before hiring a machine.",
         "canary": "Check, before a long run, that nothing moves at learning rate 0.",
     },
 }

@@ -1,0 +1,203 @@
+"""Will it fit? Memory of the trainer by GPU count and layout, from config.json alone: arithmetic, no GPU, no torch.
+
+Weights, gradients and optimizer state are exact counts of the layout's numbers. Activations are counted tensor by
+tensor for this model family without recomputation; what a GPU keeps for itself is a stated reserve. 1 GB is 1e9 bytes.
+
+Bytes a parameter: weight bf16 2, gradient fp32 4, master fp32 4, Adam's two moments 4 + 4.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from stoa.contracts.errors import CheckpointError, UsageError
+from stoa.weights.layout import layout_of
+
+WEIGHT, GRADIENT, ADAM = 2, 4, 12
+RESERVE_BYTES: Final = 4_000_000_000
+"""Of one GPU: CUDA's context, communication buffers, kernels' workspaces."""
+FRAGMENTATION: Final = 0.05
+"""Share of memory an allocator loses."""
+HEAD_BYTES: Final = 201_326_592
+"""Chunks of logits, as measured on 128,000 x 8,192 (benchmarks.trainer); independent of the tokens."""
+STANDARD: Final = (
+    (1, 192.0),
+    (1, 141.0),
+    (2, 141.0),
+    (4, 141.0),
+    (8, 141.0),
+    (2, 192.0),
+    (4, 192.0),
+    (8, 192.0),
+    (2, 80.0),
+    (4, 80.0),
+    (8, 80.0),
+)
+LFM2_5_8B_A1B: Final[Mapping[str, object]] = {
+    "model_type": "lfm2_moe",
+    "vocab_size": 128_000,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "moe_intermediate_size": 1792,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "conv_L_cache": 3,
+    "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "use_expert_bias": True,
+}
+Status = Literal["built", "not built"]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Numbers of a checkpoint: parameters by part, what one token keeps for the backward pass, int8 bytes on the wire."""
+
+    name: str
+    num_expert: int
+    num_other: int
+    num_experts: int
+    activation_bytes_per_token: int
+    wire_bytes: int
+    embedding_bytes: int
+    """fp32 gradient of the tied embedding while the head's backward pass runs."""
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them."""
+        return self.num_expert + self.num_other
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to hold the trainer's state. Bytes a parameter, by part; `expert_cut`: experts are shared over all GPUs."""
+
+    name: str
+    status: Status
+    expert_cut: bool
+    kept_bytes: int
+    """On every GPU that holds the parameter."""
+    cut_bytes: int
+    """Spread over all GPUs that hold the parameter."""
+    host_bytes: int
+    note: str
+    alone: bool = False
+    """Worth its price on one GPU only."""
+
+
+WAYS: Final = (
+    Way("Adam in fp32", "built", False, WEIGHT + GRADIENT + ADAM, 0, 0, "every GPU holds everything"),
+    Way("experts shared", "built", True, WEIGHT + GRADIENT + ADAM, 0, 0, "expert parallel over all GPUs, Adam in fp32"),
+    Way("optimizer sharded", "not built", False, WEIGHT + GRADIENT, ADAM, 0, "data parallel, distributed optimizer"),
+    Way("experts shared, optimizer sharded", "not built", True, WEIGHT + GRADIENT, ADAM, 0, "expert parallel and distributed optimizer"),
+    Way("moments in bf16", "not built", False, WEIGHT + GRADIENT + 8, 0, 0, "masters fp32; noise in the moments", alone=True),
+    Way("bf16 gradients and moments", "not built", False, WEIGHT + 2 + 8, 0, 0, "masters fp32; sums are rounded", alone=True),
+    Way("optimizer on the host", "not built", False, WEIGHT + GRADIENT, 0, ADAM, "the processor updates: seconds a step", alone=True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One way on one machine. Bytes are of the fullest GPU; `micro_batch_tokens` is what is left room for, 0: none."""
+
+    num_gpus: int
+    gpu_bytes: int
+    way: Way
+    state_bytes: int
+    micro_batch_tokens: int
+    fits: bool
+    host_bytes: int
+
+
+def read_model(folder: Path | None) -> Model:
+    """The model of a checkpoint folder, or LFM2.5-8B-A1B. Raises CheckpointError, LayoutError."""
+    if folder is None:
+        return model_of("LFM2.5-8B-A1B", LFM2_5_8B_A1B)
+    try:
+        config: object = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: no config.json to plan from ({error})", hint="name a checkpoint's folder") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder}/config.json: not a table")
+    return model_of(folder.name, {str(name): value for name, value in config.items()})
+
+
+def model_of(name: str, config: Mapping[str, object]) -> Model:
+    """Counts from a parsed config.json. Raises LayoutError for another family."""
+    layout = layout_of(config, "bfloat16")
+    num_expert = sum(spec.num_elements for spec in layout.tensors if ".switch_mlp." in spec.name)
+    num_all = sum(spec.num_elements for spec in layout.tensors if not spec.frozen)
+    embedding = next(spec for spec in layout.tensors if spec.name.startswith("model.embed_tokens"))
+    experts = {spec.shape[0] for spec in layout.tensors if ".switch_mlp." in spec.name}
+    return Model(
+        name,
+        num_expert,
+        num_all - num_expert,
+        max(experts, default=0),
+        _activation_bytes(config, {spec.name: spec.shape for spec in layout.tensors}),
+        layout.num_bytes,
+        4 * embedding.num_elements,
+    )
+
+
+def _activation_bytes(config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """What one token's forward pass keeps for the backward pass, in bf16, flash attention, nothing recomputed.
+
+    A linear layer keeps its input; a product keeps both factors; a norm its input. Experts count once a chosen one.
+    """
+    topk = config.get("num_experts_per_tok")
+    chosen = topk if isinstance(topk, int) else 1
+    kept = 0
+    for name, shape in shapes.items():
+        rows, columns = (0, *shape)[-2:]
+        if ".switch_mlp.down_proj" in name:
+            kept += chosen * (rows + 4 * columns)  # routed input, gate, up, silu x up, its weighted twin
+        elif name.endswith(("feed_forward.down_proj.weight", "feed_forward.w2.weight")):
+            kept += rows + 3 * columns
+        elif name.endswith("conv.in_proj.weight"):
+            kept += columns + rows + 2 * columns  # its input, b c x, the gated product and the convolution's output
+        elif name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")):
+            kept += 2 * rows  # before and after norm and rotation
+        elif name.endswith("self_attn.out_proj.weight"):
+            kept += 2 * columns  # input and attention's output
+        elif name.endswith(("operator_norm.weight", "ffn_norm.weight")):
+            kept += 2 * columns  # input and output
+    return 2 * kept
+
+
+def plan(model: Model, num_gpus: int, gpu_gigabytes: float, *, overhead: float = FRAGMENTATION) -> list[Line]:
+    """Every way on one machine, in the order of `WAYS`. Raises UsageError for a machine that cannot be."""
+    if num_gpus < 1 or gpu_gigabytes <= 0:
+        raise UsageError(f"{num_gpus} GPUs of {gpu_gigabytes:g} GB: not a machine")
+    lines: list[Line] = []
+    for way in WAYS:
+        if way.expert_cut and (num_gpus == 1 or not model.num_experts or model.num_experts % num_gpus):
+            continue
+        if (way.cut_bytes and num_gpus == 1) or (way.alone and num_gpus > 1):
+            continue
+        # Experts that are shared lie on one GPU each, whose optimizer state has nobody to be spread over.
+        holders = 1 if way.expert_cut else num_gpus
+        local = model.num_expert // num_gpus if way.expert_cut else model.num_expert
+        state = local * way.kept_bytes + local * way.cut_bytes // holders
+        state += model.num_other * way.kept_bytes + model.num_other * way.cut_bytes // num_gpus
+        gpu_bytes = int(gpu_gigabytes * 1e9)
+        room = int(gpu_bytes * (1 - overhead)) - RESERVE_BYTES - HEAD_BYTES - model.embedding_bytes - state
+        tokens = max(0, room // model.activation_bytes_per_token) // 256 * 256
+        host = model.num_parameters * way.host_bytes + 2 * model.wire_bytes
+        lines.append(Line(num_gpus, gpu_bytes, way, state, tokens, tokens > 0, host))
+    return lines
+
+
+def advice(lines: Sequence[Line], needed_tokens: int) -> str:
+    """The first way that is built and leaves room for a micro-batch, or else what comes nearest."""
+    for status in ("built", "not built"):
+        for line in lines:
+            if line.way.status == status and line.micro_batch_tokens >= needed_tokens:
+                return line.way.name if status == "built" else f"{line.way.name}, which this version does not have"
+    best = max(lines, key=lambda line: line.micro_batch_tokens)
+    return f"nothing with {needed_tokens} tokens; {best.micro_batch_tokens} with {best.way.name}" if best.fits else "nothing fits"
