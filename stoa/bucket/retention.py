@@ -7,7 +7,7 @@ this program did not write is never judged unneeded.
 Needed, by kind:
     run.json, HEAD.json, model      always
     manifests     all in the chain of HEAD (the audit walks it), and those HEAD may still come to name
-    anchors       the newest complete ones, those a lease starts from, and one that is being uploaded
+    anchors       the newest complete ones, those that lead to the staleness window or to a lease, and one being uploaded
     deltas        all that lead on from the oldest needed anchor, named by a manifest already or not
     steps         all in the lineage of HEAD (what was trained on), and all of the lease that is on
     groups        those not settled by a step that every kept checkpoint is past, and those still in the staleness window
@@ -207,10 +207,11 @@ def _needed_anchors(objects: Sequence[Listed], history: History, leases: Sequenc
     complete = sorted(v for v, ref in named.items() if ref.index_key in listed and sizes.get(v, 0) >= ref.num_bytes)
     kept = set(complete[-policy.num_anchors :])
     floor = min(kept, default=0)
-    for lease in leases:
-        before = [version for version in complete if history.anchors[named[version]] <= lease.base]
+    # Any version in the staleness window may still be asked for: by a sweep that is redone, by an evaluation.
+    for base in (max(0, history.version - policy.staleness_versions), *(lease.base for lease in leases)):
+        before = [version for version in complete if history.anchors[named[version]] <= base]
         kept |= set(before[-1:])
-        floor = min(floor, before[-1] if before else lease.base)
+        floor = min(floor, before[-1] if before else base)
     announced = max(named, default=-1)
     return floor, kept | {version for version in sizes if version > announced}
 
