@@ -18,7 +18,7 @@ from stoa.bucket import keys
 from stoa.bucket.manifest import Signer
 from stoa.bucket.run_document import RunDocument, claim_run, new_run, read_run, upload_model_files
 from stoa.bucket.store import Store
-from stoa.config.load import bucket_credentials, resolve_model_folder, signing_seed
+from stoa.config.load import bucket_credentials, signing_seed
 from stoa.config.run import RunConfig
 from stoa.contracts.errors import CheckpointError, RunExistsError, RunMismatchError, SignatureError
 from stoa.contracts.messages import EvaluationPlan, RunInput, StopConditions
@@ -72,7 +72,9 @@ def launch(config: RunConfig, control: Control, *, resume: bool = False, state: 
 
 def check(config: RunConfig) -> Layout:
     """Fit the model folder, its layout and the environment together, without a server. Returns the layout."""
-    folder = resolve_model_folder(config)
+    from trainer_gpu.hub import locate_model
+
+    folder = locate_model(config)
     try:
         model_config: object = json.loads((folder / "config.json").read_text("utf-8"))
         tokenizer = (folder / "tokenizer.json").read_bytes()
@@ -149,8 +151,11 @@ def _claim(config: RunConfig, store: Store, layout: Layout, state: Path | None) 
             hint="go on with it: add `--resume`; or start another: name it with `run` in a file of its own",
         )
     signer = Signer.from_seed(signing_seed(create=True, base=state))
-    files = upload_model_files(store, config.run, resolve_model_folder(config))
-    return claim_run(store, new_run(config, signer, layout_id=layout.layout_id, model_files=files), signer)
+    from trainer_gpu.hub import locate_model, weight_files
+
+    folder = locate_model(config)
+    files = upload_model_files(store, config.run, folder)
+    return claim_run(store, new_run(config, signer, layout_id=layout.layout_id, model_files=files, weights=weight_files(folder)), signer)
 
 
 def _go_on(config: RunConfig, store: Store, control: Control, state: Path | None) -> RunDocument:

@@ -16,7 +16,6 @@ cut, joined and transposed, so a round trip is bit-exact.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -25,14 +24,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from stoa.contracts.errors import CheckpointError
+from trainer_gpu.hub_files import INDEX, HubFiles
 from trainer_gpu.model_config import Lfm2Config
 from trainer_gpu.parallel import global_name
 
-_INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 4 * 2**30
 
 Form = Literal["same", "qkv", "channel_major", "depthwise", "gate_up"]
@@ -92,6 +90,32 @@ def _layer_weights(config: Lfm2Config, layer: int) -> Iterator[Weight]:
         yield weight(f"{here}.linear_fc2.weight", (f"{there}.w2.weight",), "same", expert)
 
 
+def hub_shapes(config: Lfm2Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every tensor that a hub checkpoint of this architecture holds."""
+    hidden, heads = config.hidden_size, config.num_heads * config.head_size
+    groups = config.num_kv_heads * config.head_size
+    fixed = {
+        "q_proj": (heads, hidden),
+        "k_proj": (groups, hidden),
+        "v_proj": (groups, hidden),
+        "self_attn.out_proj": (hidden, heads),
+        "layernorm": (config.head_size,),
+        "conv.in_proj": (3 * hidden, hidden),
+        "conv.conv": (hidden, 1, config.conv_kernel),
+        "conv.out_proj": (hidden, hidden),
+        "feed_forward.gate": (config.num_experts, hidden),
+        "expert_bias": (config.num_experts,),
+        "embed_tokens": (config.vocab_size, hidden),
+        "norm": (hidden,),
+    }
+    for weight in weight_map(config):
+        size = config.moe_ffn_size if weight.expert >= 0 else config.dense_ffn_size
+        fed = {"w1": (size, hidden), "w3": (size, hidden), "w2": (hidden, size)}
+        for name in weight.hub:
+            stem = name.removesuffix(".weight")
+            yield name, next(shape for end, shape in (fixed | fed).items() if stem.endswith(end))
+
+
 def load_hub(model: GPTModel, config: Lfm2Config, folder: Path) -> None:
     """Fill `model` from the safetensors of `folder`, one tensor in memory at a time; types are cast to the model's.
 
@@ -100,7 +124,7 @@ def load_hub(model: GPTModel, config: Lfm2Config, folder: Path) -> None:
             the tensor; the model may be half filled and must not be used.
     """
     targets = local_weights(model)
-    with _HubFiles(folder) as files:
+    with HubFiles(folder) as files:
         known: set[str] = set()
         for weight in weight_map(config):
             known.update(weight.hub)
@@ -263,47 +287,7 @@ def _fetcher(model: GPTModel, config: Lfm2Config, masters: Mapping[str, torch.Te
     return fetch
 
 
-class _HubFiles:
-    """The safetensors of a checkpoint folder, memory-mapped, read by tensor name."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._stack = ExitStack()
-        self._file_of: dict[str, safe_open] = {}
-
-    def __enter__(self) -> "_HubFiles":
-        paths = sorted(self.folder.glob("*.safetensors"))
-        index = self.folder / _INDEX
-        if index.exists():
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            paths = [self.folder / name for name in sorted(named)]
-        if not paths:
-            raise self.error("holds no safetensors file")
-        for path in paths:
-            try:
-                file = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise self.error(f"has a file that cannot be read: {path.name}: {error}") from error
-            self._file_of.update((name, file) for name in file.keys())  # noqa: SIM118 (not a dict)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
-    def read(self, name: str) -> torch.Tensor:
-        if name not in self._file_of:
-            raise self.error(f"lacks the tensor {name}")
-        return self._file_of[name].get_tensor(name)
-
-    def error(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.folder} {problem}", hint="fetch the checkpoint again, whole")
-
-
-def _tied_copies(files: _HubFiles) -> set[str]:
+def _tied_copies(files: HubFiles) -> set[str]:
     """`lm_head.weight`, where a checkpoint spells the tied embedding twice. Both must be equal."""
     if "lm_head.weight" not in files.names:
         return set()
@@ -327,4 +311,4 @@ def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> Non
         (folder / _part_name(part)).replace(folder / final)
         weight_files.update(dict.fromkeys(names, final))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_files}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")

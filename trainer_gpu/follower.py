@@ -11,10 +11,11 @@ from typing import assert_never
 import structlog
 
 from stoa.bucket.store import Store
-from stoa.config.load import bucket_credentials, resolve_model_folder
+from stoa.config.load import bucket_credentials
 from stoa.contracts.errors import LostStateError
 from trainer_gpu import host
 from trainer_gpu.crew import AGREED, Build, Command, End, Line, LoadBase, Restore, Save, SendWire, Tick, Train
+from trainer_gpu.hub import check_weight_files, locate_model
 from trainer_gpu.policy import Policy
 from trainer_gpu.run_handle import PATIENCE_SECONDS, check_model_files
 
@@ -70,8 +71,9 @@ class Follower:
 
     def _build(self, command: Build) -> None:
         document, settings = command.document, command.bucket
-        folder = resolve_model_folder(document.config)
+        folder = locate_model(document.config)
         check_model_files(document, folder)
+        check_weight_files(document, folder)
         store = Store(settings, bucket_credentials(settings), patience_seconds=PATIENCE_SECONDS)
         policy = Policy(folder, document.config.learning, seed=document.config.seed, layout_id=document.layout_id)
         self._built = (policy, store, document.run)

@@ -79,9 +79,7 @@ class Policy:
         self._at_base = False
         self.trainable.load_state(tensors)
 
-    def restore_parts(
-        self, store: Store, parts: Sequence[Part], rng: str, *, on_part: Callable[[str], None] = lambda name: None
-    ) -> None:
+    def restore_parts(self, store: Store, parts: Sequence[Part], rng: str, *, on_part: Callable[[str], None] = lambda name: None) -> None:
         """Take a checkpoint's state on every rank, each from the parts that hold its own tensors. Raises as `restore`."""
         with self._lead(Restore(tuple(parts), rng)):
             fault: StoaError | None = None

@@ -14,9 +14,10 @@ from environments.base import Environment
 from stoa.bucket.manifest import Signer
 from stoa.bucket.run_document import RunDocument, read_run
 from stoa.bucket.store import Store
-from stoa.config.load import bucket_credentials, resolve_model_folder, signing_seed
+from stoa.config.load import bucket_credentials, signing_seed
 from stoa.config.run import RunConfig
 from stoa.contracts.errors import ConfigError, RunMismatchError
+from trainer_gpu.hub import check_weight_files, locate_model
 
 PATIENCE_SECONDS = 300.0
 """How long an outage of the bucket is ridden out inside one call."""
@@ -49,8 +50,10 @@ def open_store(config: RunConfig, *, patience_seconds: float = PATIENCE_SECONDS)
     return Store(config.bucket, bucket_credentials(config.bucket), patience_seconds=patience_seconds)
 
 
-def open_run(config: RunConfig, store: Store) -> RunHandle:
+def open_run(config: RunConfig, store: Store, *, check_weights: bool = False) -> RunHandle:
     """The run that `config` names; where to find things comes from `config`, what the run is from run.json.
+
+    check_weights: also compare the bytes of the base checkpoint's weights: for who trains on them.
 
     Raises:
         RunMissingError: it was not started yet. SignatureError, FormatError: run.json is not one.
@@ -63,8 +66,10 @@ def open_run(config: RunConfig, store: Store) -> RunHandle:
             f"run {config.run} is signed by another key than the one on this host",
             hint="set STOA_SIGNING_KEY to the key of the host that started the run",
         )
-    folder = resolve_model_folder(document.config)
+    folder = locate_model(document.config)
     check_model_files(document, folder)
+    if check_weights:
+        check_weight_files(document, folder)
     tokenizer = (folder / "tokenizer.json").read_bytes()
     environment = registry.create(document.config.environment.name, document.config.environment.settings, tokenizer)
     owner = f"{socket.gethostname()}-{os.getpid()}"

@@ -165,7 +165,7 @@ class _Worker:
     def _open_run(self) -> RunHandle:
         self._store.patience_seconds = 0.0  # waiting, and saying so, is done here
         self._store.check()
-        handle = open_run(self._config, self._store)
+        handle = open_run(self._config, self._store, check_weights=True)
         self._store.patience_seconds = PATIENCE_SECONDS
         return handle
 

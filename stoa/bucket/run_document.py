@@ -50,6 +50,17 @@ class ModelFile:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A file of the base checkpoint's weights, which stays on the hosts that train."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunDocument:
     """A run: resolved settings, the key that signs it (base64 ed25519), the weights' layout, the base model's files."""
 
@@ -62,15 +73,24 @@ class RunDocument:
     public_key: str
     layout_id: str
     model_files: tuple[ModelFile, ...]
+    weights: tuple[WeightFile, ...] = ()
+    """Of the base checkpoint: a trainer on another host starts from these bytes or not at all."""
     sig: str = ""
 
 
 _RUN = TypeAdapter(RunDocument)
 
 
-def new_run(config: RunConfig, signer: Signer, *, layout_id: str, model_files: tuple[ModelFile, ...]) -> RunDocument:
+def new_run(
+    config: RunConfig,
+    signer: Signer,
+    *,
+    layout_id: str,
+    model_files: tuple[ModelFile, ...],
+    weights: tuple[WeightFile, ...] = (),
+) -> RunDocument:
     """The document of a run that starts now."""
-    return RunDocument(RUN_FORMAT, config.run, time.time(), config, signer.public_key, layout_id, model_files)
+    return RunDocument(RUN_FORMAT, config.run, time.time(), config, signer.public_key, layout_id, model_files, weights)
 
 
 def claim_run(store: Store, document: RunDocument, signer: Signer) -> RunDocument:

@@ -1,6 +1,6 @@
 """Reads settings: TOML (or the resolved JSON of a run), then `--set`, then endpoints. The only reader of the environment.
 
-What the settings are is `run.py`'s. Secrets come from here and nowhere else, and never print themselves.
+What the settings are is `run.py`'s and `host.py`'s. Secrets come from here and nowhere else, and never print themselves.
 
     STOA_TEMPORAL_ADDRESS  STOA_BUCKET_ENDPOINT  STOA_BUCKET_NAME     endpoints, stronger than the file
     STOA_BUCKET_KEY  STOA_BUCKET_SECRET                               else AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY
@@ -25,11 +25,13 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from stoa.config.faults import Origin, config_error
+from stoa.config.host import MacHost
 from stoa.config.run import Bucket, RunConfig
 from stoa.contracts.errors import AccessDeniedError, ConfigError
 
 PROJECT_ROOT: Final = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG: Final = PROJECT_ROOT / "configs" / "demo.toml"
+MAC_CONFIG: Final = PROJECT_ROOT / "configs" / "mac.toml"
 LOOPBACK_KEY: Final = "stoa"
 LOOPBACK_SECRET: Final = "stoa-on-loopback"  # noqa: S105 - a local server's well-known pair, no secret
 _ENDPOINTS: Final = {
@@ -72,6 +74,17 @@ def load_run(path: Path | None = None, sets: Sequence[str] = (), *, environ: Map
         return RunConfig.model_validate(tree, strict=True)
     except ValidationError as error:
         raise config_error(error, RunConfig, Origin(str(path), text, layers)) from None
+
+
+def load_mac_host(path: Path | None = None) -> MacHost:
+    """What the owner of this Mac allows, by the file at `path`; the defaults without one. Raises ConfigError as `load_run` does."""
+    if path is None:
+        return MacHost()
+    text = _read_text(path, example=MAC_CONFIG)
+    try:
+        return MacHost.model_validate(_parse(text, path), strict=True)
+    except ValidationError as error:
+        raise config_error(error, MacHost, Origin(str(path), text)) from None
 
 
 def bucket_credentials(bucket: Bucket, *, environ: Mapping[str, str] | None = None) -> Credentials:
@@ -144,16 +157,20 @@ def signing_seed(*, create: bool = False, base: Path | None = None) -> bytes:
     return _decode_seed(text, str(path))
 
 
-def resolve_model_folder(config: RunConfig) -> Path:
-    """Folder of the base checkpoint: as given from the working folder, else from the project's root."""
+def find_model_folder(config: RunConfig) -> Path | None:
+    """Folder of the base checkpoint: as given from the working folder, else from the project's root; None if there is none."""
     given = config.model_folder.expanduser()
-    for folder in (given, PROJECT_ROOT / given):
-        if (folder / "config.json").is_file():
-            return folder.resolve()
-    raise ConfigError(
-        f"model = {config.model!r}: no folder of that name holds a config.json",
-        hint=f"looked in {Path.cwd()} and {PROJECT_ROOT}",
-    )
+    return next((folder.resolve() for folder in (given, PROJECT_ROOT / given) if (folder / "config.json").is_file()), None)
+
+
+def resolve_model_folder(config: RunConfig) -> Path:
+    """`find_model_folder`, or a ConfigError that says where it was looked for."""
+    folder = find_model_folder(config)
+    if folder is None:
+        raise ConfigError(
+            f"model = {config.model!r}: no folder of that name holds a config.json", hint=f"looked in {Path.cwd()} and {PROJECT_ROOT}"
+        )
+    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +196,11 @@ def child_environment(overrides: Mapping[str, str], *, without: Sequence[str] = 
     return {**{name: value for name, value in os.environ.items() if name not in without}, **overrides}
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, example: Path = DEFAULT_CONFIG) -> str:
     try:
         return path.read_text("utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file", hint=f"an example is {DEFAULT_CONFIG}") from None
+        raise ConfigError(f"{path}: no such file", hint=f"an example is {example}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
 

@@ -26,6 +26,10 @@ class ConfigError(UsageError):
     """A setting is unknown, out of range, or contradicts another."""
 
 
+class ModelMissingError(UsageError):
+    """A base checkpoint is not on this host and cannot be fetched."""
+
+
 class UnknownNameError(UsageError):
     """A name (environment, question, codec, command) that nothing answers to."""
 

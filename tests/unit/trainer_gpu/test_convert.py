@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,11 +13,12 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models import lfm2_moe
 from safetensors.torch import load_file, save_file
+from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
 
 from stoa.contracts.errors import CheckpointError
 from stoa.weights.layout import layout_of
 from tests.unit.trainer_gpu.checkpoints import load
-from trainer_gpu.convert import load_hub, local_weights, mlx_tensors, save_hub, weight_map
+from trainer_gpu.convert import hub_shapes, load_hub, local_weights, mlx_tensors, save_hub, weight_map
 from trainer_gpu.model import build_model, read_model_config
 
 
@@ -156,3 +159,43 @@ def test_weights_are_not_written_over_weights(moe_folder: Path, tmp_path: Path) 
     save_hub(model, config, tmp_path)
     with pytest.raises(CheckpointError, match="holds weights already"):
         save_hub(model, config, tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of resident memory is read from /proc")
+@pytest.mark.loop
+@pytest.mark.timeout(200)
+def test_loading_takes_little_more_than_the_largest_tensor_beside_the_model(tmp_path: Path) -> None:
+    """A sharded checkpoint of over 400 MB, shaped like the large one: of 16.9 GB there the largest tensor is 524 MB."""
+    config = Lfm2MoeConfig(
+        vocab_size=32_000,
+        hidden_size=512,
+        intermediate_size=1024,
+        moe_intermediate_size=448,
+        num_hidden_layers=6,
+        layer_types=["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_dense_layers=1,
+        num_experts=56,
+        num_experts_per_tok=4,
+        max_position_embeddings=512,
+        rope_parameters={"rope_theta": 5e6, "rope_type": "default"},
+    )
+    Lfm2MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="64MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    command = [sys.executable, "-m", "tests.unit.trainer_gpu.load_memory", str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-2000:]
+    measured = json.loads(done.stdout.splitlines()[-1])
+    print(measured)
+    assert measured["model_bytes"] > 400e6
+    largest_bytes = 2 * 32_000 * 512
+    assert measured["beside_bytes"] < 2 * largest_bytes + 32e6
+    assert measured["mapped_bytes"] > 400e6, "the measure must see a whole checkpoint in memory"
+
+
+@pytest.mark.parametrize("family", ["moe", "dense"])
+def test_shapes_foretold_are_those_of_the_reference_library(family: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(f"{family}_folder")
+    found = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
+    assert dict(hub_shapes(read_model_config(folder))) == found
