@@ -56,7 +56,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-def _not_above(section: _Section, lower: str, upper: str) -> _Section:
+def not_above(section: _Section, lower: str, upper: str) -> _Section:
     """`section`, if its setting `lower` is not above its setting `upper`."""
     low, high = getattr(section, lower), getattr(section, upper)
     if low > high:
@@ -113,7 +113,7 @@ class Rollout(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        return _not_above(self, "min_group_size", "group_size")
+        return not_above(self, "min_group_size", "group_size")
 
 
 class Gate(Section):
@@ -176,7 +176,7 @@ class Learning(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        return _not_above(self, "max_staleness", "max_staleness_hard")
+        return not_above(self, "max_staleness", "max_staleness_hard")
 
 
 class Alarm(Section):
@@ -193,25 +193,25 @@ class Alarm(Section):
 
 
 class Alarms(Section):
-    """Alarms on step metrics."""
+    """Alarms on step metrics. The bounds lie between three healthy demo runs and runs that collapsed (docs/log.md)."""
 
-    gate_drop_rate: Alarm = Alarm(threshold=0.25, warn=0.1, steps=3)
+    gate_drop_rate: Alarm = Alarm(threshold=0.25, warn=0.15, steps=3)
     """Share of tokens with an advantage that the gate drops."""
     mismatch_mean: Alarm = Alarm(threshold=0.2, warn=0.1)
     """Mean |pi - mu| over sampled tokens."""
-    mismatch_climb: Alarm = Alarm(threshold=0.1, warn=0.02)
+    mismatch_climb: Alarm = Alarm(threshold=0.12, warn=0.05, action="pause")
     """The same, while it has risen five steps in a row."""
-    bad_fraction: Alarm = Alarm(threshold=0.05, warn=0.005)
+    bad_fraction: Alarm = Alarm(threshold=0.15, warn=0.05, steps=2, action="pause")
     """Share of tokens with a negative advantage whose probability fell by more than 0.5."""
-    ess_fraction: Alarm = Alarm(threshold=0.2, warn=0.5)
+    ess_fraction: Alarm = Alarm(threshold=0.2, warn=0.5, action="pause")
     """Effective sample size over tokens; fires below."""
     ess_fall: Alarm = Alarm(threshold=0.6, warn=0.3)
     """Share of the effective sample size lost over five steps."""
-    grad_norm_ratio: Alarm = Alarm(threshold=20.0, warn=5.0)
+    grad_norm_ratio: Alarm = Alarm(threshold=20.0, warn=5.0, action="pause")
     """Gradient norm over its running median; one that is not finite fails the step."""
     logprob_positive_fall: Alarm = Alarm(threshold=0.2, steps=5)
     """How far the mean ln pi of tokens with a positive advantage sinks below its running mean, as a share."""
-    entropy_shift: Alarm = Alarm(threshold=2.0, warn=1.0)
+    entropy_shift: Alarm = Alarm(threshold=5.0, warn=4.0)
     """Doublings or halvings of the entropy since the run's first 20 steps."""
     cover_gap_rise: Alarm = Alarm(threshold=0.2, warn=0.1, steps=10)
     """Growth of the share of answers that contain a gold answer without being one."""
