@@ -108,7 +108,7 @@ class Background:
     def add_delta(self, header: DeltaHeader, counts: Counts, data: bytes, anchor_version: int, *, upload: bool = True) -> None:
         """A version was published: roll-ups to it can be made. `upload` is False for one whose roll-ups are made already."""
         with self._book_lock:
-            self.book.keep(header, counts, data)
+            self.book.keep(header, counts, [data])
             self.book.prune(header.version, anchor_version)
             bases = self.book.wanted(header.version, anchor_version) if upload else []
         for base in bases:
@@ -117,7 +117,7 @@ class Background:
     def rollups_now(self, header: DeltaHeader, counts: Counts, data: bytes, anchor_version: int) -> tuple[DeltaRef, ...]:
         """Make and upload the roll-ups to a version before this returns."""
         with self._book_lock:
-            self.book.keep(header, counts, data)
+            self.book.keep(header, counts, [data])
             bases = self.book.wanted(header.version, anchor_version)
         made = [self._make(base, header.version) for base in bases]
         return tuple(ref for ref in made if ref is not None)
@@ -265,8 +265,8 @@ class Background:
             made = self.book.make(base, version)
         if made is None:
             return None
-        header, counts, data = made
-        ref = delta_ref(header, counts, data, self._run)
+        data = made.path.read_bytes()
+        ref = delta_ref(made.header, made.counts, data, self._run)
         self.store.create(ref.key, data)
         return ref
 

@@ -168,7 +168,12 @@ def encode_delta(header: DeltaHeader, change: Change) -> bytes:
 
 def pack_delta(header: DeltaHeader, sections: Sections, counts: Counts) -> bytes:
     """The bytes of a delta or roll-up whose sections are encoded already."""
-    return write_table({name: (_NAMES[array.dtype.name], array) for name, array in sections.items()}, _metadata(header, counts))
+    return b"".join(delta_pieces(header, sections, counts))
+
+
+def delta_pieces(header: DeltaHeader, sections: Sections, counts: Counts) -> list[bytes | memoryview]:
+    """As `pack_delta`, without copying the sections."""
+    return table_pieces({name: (_NAMES[array.dtype.name], array) for name, array in sections.items()}, _metadata(header, counts))
 
 
 def decode_delta(data: bytes | memoryview, header: DeltaHeader, counts: Counts, layout: Layout) -> Change:

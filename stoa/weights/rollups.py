@@ -4,13 +4,13 @@ The book keeps the bytes of recent deltas and roll-ups on disk, and makes a roll
 in memory at a time. Uploading is `background.py`'s, choosing a way through them `chain.py`'s.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
-from stoa.weights.container import DeltaHeader, pack_delta, read_delta
+from stoa.weights.container import DeltaHeader, delta_pieces, read_delta
 from stoa.weights.layout import Layout
 from stoa.weights.pulse import PCO, Change, Counts, encode_segments, merge
 
@@ -38,10 +38,13 @@ class RollupBook:
         self._layout = layout
         self._edges: dict[tuple[int, int], Edge] = {}
 
-    def keep(self, header: DeltaHeader, counts: Counts, data: bytes) -> Edge:
+    def keep(self, header: DeltaHeader, counts: Counts, pieces: Iterable[bytes | memoryview]) -> Edge:
         """Take over the bytes of a delta or roll-up."""
         path = self._folder / f"{header.base:08d}-{header.version:08d}"
-        path.write_bytes(data)
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            file.writelines(pieces)
+        part.replace(path)
         edge = self._edges[header.base, header.version] = Edge(path, header, counts)
         return edge
 
@@ -70,22 +73,24 @@ class RollupBook:
             bases.append(anchor)
         return [base for base in bases if self._path(base, version)]
 
-    def make(self, base: int, version: int) -> tuple[DeltaHeader, Counts, bytes] | None:
-        """The roll-up from `base` to `version`; it is kept, too. None if what it is made of was forgotten meanwhile."""
+    def make(self, base: int, version: int) -> Edge | None:
+        """Make the roll-up from `base` to `version`. None if what it is made of was forgotten meanwhile."""
         path = self._path(base, version)
         if not path:
             return None
-        first, *others = path
-        header, counts, data = first.header, first.counts, first.path.read_bytes()
+        made, *others = path
         for edge in others:
-            before = read_delta(data, header, counts, self._layout)
-            after = read_delta(edge.path.read_bytes(), edge.header, edge.counts, self._layout)
-            sections, counts = encode_segments(_merged(before, after), header.codec)
-            end = edge.header
-            header = DeltaHeader(self._run, base, end.version, header.base_state_id, end.state_id, header.layout_id, PCO)
-            data = pack_delta(header, sections, counts)
-        self.keep(header, counts, data)
-        return header, counts, data
+            made = self._joined(made, edge)
+        return made
+
+    def _joined(self, first: Edge, second: Edge) -> Edge:
+        """Two edges in a row as one, kept like them. Never both inputs, sections and output are in memory at once."""
+        before = read_delta(first.path.read_bytes(), first.header, first.counts, self._layout)
+        after = read_delta(second.path.read_bytes(), second.header, second.counts, self._layout)
+        sections, counts = encode_segments(_merged(before, after), first.header.codec)
+        start, end = first.header, second.header
+        header = DeltaHeader(self._run, start.base, end.version, start.base_state_id, end.state_id, start.layout_id, PCO)
+        return self.keep(header, counts, delta_pieces(header, sections, counts))
 
     def _path(self, base: int, version: int) -> Sequence[Edge]:
         """The fewest edges from `base` to `version`; none if there is no way."""

@@ -148,7 +148,7 @@ def test_every_anchor_delta_and_roll_up_lead_to_one_state_id(store, tmp_path, se
     assert any(ref.version - ref.base not in (2, 4, 8, 16) for ref in rollups)  # from an anchor
     for target in sorted({int(v) for v in chance.integers(1, 29, 4)} | {28}):
         found = set()
-        anchors = {manifest.anchor.version for manifest in manifests if manifest.anchor.version <= target}
+        anchors = {manifest.anchor.version for manifest in manifests if manifest.version <= target}
         for anchor in anchors:
             for cheap in (True, False):  # with roll-ups preferred, and without any
                 known = manifests if cheap else [replace(manifest, rollups=()) for manifest in manifests]

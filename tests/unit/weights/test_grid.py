@@ -138,3 +138,14 @@ def test_blocks_of_a_large_tensor_give_what_one_block_gives():
         within = (whole.positions >= first * 64) & (whole.positions < (first + 3000) * 64)
         assert (whole.positions[within] - first * 64).tolist() == alone.positions.tolist()
         assert whole.codes[within].tolist() == alone.codes.tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1000, (1 << 20) + 3, 3 << 20])
+def test_positions_that_differ_are_found_wherever_they_are(size: int, dtype: type):
+    chance = np.random.default_rng(size)
+    left = chance.integers(0, 255, size).astype(dtype)
+    right = left.copy()
+    changed = np.unique(np.append(chance.integers(0, size, size // 50), [0, size - 1])) if size else np.empty(0, np.int64)
+    right[changed] ^= dtype(1 << 4)
+    assert grid.differing(left, right).tolist() == changed.tolist()
