@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -170,7 +171,7 @@ def _timed(step: Callable[[], None]) -> tuple[float, float]:
 def _weight_difference(policy: Policy, plain: PlainTrainer) -> float:
     """Max abs difference of the embeddings of both: they have taken the same step, or one of them another."""
     ours = policy.trainable.masters()["embedding.word_embeddings.weight"]
-    return float((ours - plain.model.get_input_embeddings().weight.detach()).abs().max())
+    return float((ours - plain.model.get_parameter("model.embed_tokens.weight").detach()).abs().max())
 
 
 def head_peak_bytes(num_tokens: int = HEAD_T, vocab_size: int = HEAD_V, hidden: int = HEAD_D) -> int:
@@ -185,7 +186,7 @@ def head_peak_bytes(num_tokens: int = HEAD_T, vocab_size: int = HEAD_V, hidden: 
     if profiler.profiler is None or profiler.profiler.kineto_results is None:
         raise AssertionError("torch recorded nothing")
     live = peak = 0
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events: list[Any] = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
