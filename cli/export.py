@@ -1,26 +1,69 @@
-"""Makes folders of a run's weights for other tools. Joins the run as a Mac would, so every byte is verified."""
+"""Makes folders of a run's weights for other tools. Joins the run as a Mac would, so every byte is verified.
+
+An export is done only when another library has loaded it and said the same; the comparisons are the wings'.
+"""
 
 import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from stoa.bucket.head import read_head
 from stoa.bucket.run_document import RunDocument, fetch_model_files
 from stoa.bucket.store import Store
-from stoa.contracts.errors import UsageError
+from stoa.contracts.errors import MissingExtraError, UsageError
 from stoa.weights.sync import Puller, write_mlx_folder
 
 
-def export_mlx(document: RunDocument, store: Store, folder: Path) -> tuple[int, int]:
-    """Write the newest version as a folder that `mlx_lm.load` opens; returns the version and its bytes.
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What was written. max_logit_difference: from the library the folder is for; None if it is not installed here."""
 
-    Raises UsageError if the folder holds something; ObjectMissingError before the first version.
+    what: str
+    num_bytes: int
+    max_logit_difference: float | None
+
+
+def export_mlx(document: RunDocument, store: Store, folder: Path) -> Export:
+    """Write the newest version as a folder that `mlx_lm.load` opens.
+
+    Raises UsageError if the folder holds something; ObjectMissingError before the first version; WeightsError if mlx_lm
+    computes something else from it.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder}: not an empty folder; an export overwrites nothing", hint="name a new folder")
+    _check_empty(folder)
     head, _ = read_head(store, document.run, document.public_key)
+    difference = None
     with tempfile.TemporaryDirectory() as scratch:
         state = Puller(store, document, Path(scratch) / "weights").join(head)
         files = Path(scratch) / "model"
         fetch_model_files(store, document.model_files, files)
         write_mlx_folder(state, files, folder)
-    return head.version, sum(path.stat().st_size for path in folder.iterdir())
+        if find_spec("mlx_lm") is not None:
+            from worker_mac.export import compare
+
+            difference = compare(state, folder)
+    return Export(f"version {head.version}", _size(folder), difference)
+
+
+def export_hf(document: RunDocument, store: Store, folder: Path) -> Export:
+    """Write the newest checkpoint's weights as a folder that transformers opens.
+
+    Raises as `export_mlx`; MissingExtraError where nothing of the trainer is installed.
+    """
+    _check_empty(folder)
+    for module in ("torch", "megatron", "transformers"):
+        if find_spec(module) is None:
+            raise MissingExtraError(f"an export for transformers needs {module}", hint="run `pip install 'stoa[gpu]'`")
+    from trainer_gpu.export import export_hub
+
+    done = export_hub(document, store, folder)
+    return Export(f"step {done.step}", done.num_bytes, done.max_logit_difference)
+
+
+def _check_empty(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder}: not an empty folder; an export overwrites nothing", hint="name a new folder")
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())

@@ -146,14 +146,19 @@ class Crew:
         with self._lock:
             if self.is_lost:
                 raise RankLostError("a process of this trainer is gone", hint="start all of them again")
+            in_step = False
             try:
                 self._line.send(command)
                 yield
+                in_step = True
             except (*AGREED, GeneratorExit):
+                in_step = True
                 raise
-            except BaseException as error:
-                self._lose(error)
+            except RuntimeError as error:
                 raise RankLostError(f"rank 0 is out of step with the others: {error}", hint="start all of them again") from error
+            finally:
+                if not in_step:
+                    self._lose(f"{type(command).__name__} was left in the middle")
 
     def end(self) -> None:
         """Tell all ranks to end, if they can still be told."""
@@ -175,11 +180,11 @@ class Crew:
                 try:
                     self._line.send(Tick())
                 except RuntimeError as error:
-                    self._lose(error)
+                    self._lose(str(error))
 
-    def _lose(self, error: BaseException) -> None:
+    def _lose(self, error: str) -> None:
         self.is_lost = True
-        log.error("rank_lost", error=str(error)[:500])
+        log.error("rank_lost", error=error[:500])
         self.on_lost()
 
 

@@ -21,9 +21,14 @@ from trainer_gpu import host, layout
 from trainer_gpu.checkpoint import Part, read_tensors, restore_rng, save_parts
 from trainer_gpu.convert import load_hub, mlx_tensors
 from trainer_gpu.crew import Lead, LoadBase, Restore, Save, SendWire, Train, agree, alone
-from trainer_gpu.model import build_model, read_model_config
+from trainer_gpu.model import Lfm2Config, build_model, read_model_config
 from trainer_gpu.parallel import Trainable, build_optimizer
 from trainer_gpu.step import StepOutcome, optimizer_step
+
+
+def architecture_of(config: Lfm2Config) -> str:
+    """What a checkpoint's architecture is called: the sha256 of config.json."""
+    return hashlib.sha256(config.source.encode()).hexdigest()
 
 
 class Policy:
@@ -40,7 +45,7 @@ class Policy:
         self._learning = learning
         self._lead = lead
         self.config = read_model_config(folder)
-        self.architecture = hashlib.sha256(self.config.source.encode()).hexdigest()
+        self.architecture = architecture_of(self.config)
         self.layout: Layout = layout_of(json.loads(self.config.source), learning.dtype)
         if self.layout.layout_id != layout_id:
             raise LayoutError(

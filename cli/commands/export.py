@@ -1,4 +1,4 @@
-"""`stoa export RUN --to mlx DIR`: a folder of a run's weights that other tools open."""
+"""`stoa export RUN --to hf|mlx DIR`: a folder of a run's weights that other tools open."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from cli import say
 from cli.arguments import RunArgument, Servers
+from cli.say import Exit
 
 
 def export(
@@ -14,13 +15,20 @@ def export(
     folder: Annotated[Path, Parameter(help="New folder to write.")],
     /,
     *,
-    to: Annotated[Literal["mlx"], Parameter(help="Form of the folder: one that stock mlx_lm loads.")] = "mlx",
+    to: Annotated[
+        Literal["mlx", "hf"], Parameter(help="mlx: the newest version, int8, for stock mlx_lm; hf: the newest checkpoint for transformers.")
+    ] = "mlx",
     config: Servers = None,
-) -> None:
-    """Make a folder of a run's newest weights that other tools open."""
-    from cli.export import export_mlx
+) -> Exit:
+    """Make a folder of a run's newest weights that other tools open, and compare what it computes before saying done."""
+    from cli.export import export_hf, export_mlx
     from cli.follow import find_run
 
     with find_run(run, config, temporal=False) as found:
-        version, num_bytes = export_mlx(found.document, found.store, folder)
-    say.talk(f"{folder}: version {version} of run {run}, {say.bytes_text(num_bytes)}, for {to}")
+        done = (export_hf if to == "hf" else export_mlx)(found.document, found.store, folder)
+    say.talk(f"{folder}: {done.what} of run {run}, {say.bytes_text(done.num_bytes)}, for {to}")
+    if done.max_logit_difference is None:
+        say.error("the folder was not compared: mlx_lm is not installed here", "run `pip install 'stoa[mac]'` and export again")
+        return Exit.FAILED
+    say.talk(f"reloaded and compared: logits differ by at most {done.max_logit_difference:.2g}")
+    return Exit.DONE

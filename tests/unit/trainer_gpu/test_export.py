@@ -1,0 +1,90 @@
+"""A run's checkpoint as a folder for transformers, and a version of it for mlx_lm: reloaded, compared, refused when wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cli.export import export_hf, export_mlx
+from stoa.bucket.store import Store
+from stoa.contracts.errors import CheckpointError, UsageError, WeightsError
+from stoa.contracts.messages import AcquireRequest, CheckpointRequest, StepRequest
+from stoa.weights.state import WeightState
+from stoa.weights.sync import Puller
+from tests.unit.trainer_gpu.player import POLICY
+from tests.unit.trainer_gpu.runs import Reports, config_of, head_of, ship_sweep, start_run
+from trainer_gpu.convert import load_hub
+from trainer_gpu.engine import TrainerEngine
+from trainer_gpu.export import compare
+from trainer_gpu.model import build_model, read_model_config
+
+
+@pytest.mark.loop
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checkpoint_and_version_open_elsewhere_with_the_same_logits(dtype: str, store: Store, tmp_path: Path) -> None:
+    handle = start_run(store, config_of(store, groups_per_step=2, dtype=dtype, learning_rate=1e-3))
+    engine = TrainerEngine(handle)
+    token = engine.acquire(AcquireRequest("test", 1), 1, Reports()).token
+    policy = engine._policy
+    assert policy is not None
+    ship_sweep(handle, policy, list(handle.environment.question_ids("train"))[:12], host="mac", sweep=0, seed=1)
+    assert engine.train_step(StepRequest("test", token, 1), Reports()).status == "done"
+    engine.checkpoint(CheckpointRequest("test", token, 1), Reports())
+
+    done = export_hf(handle.document, store, tmp_path / "hf")
+    assert done.what == "step 1"
+    assert done.max_logit_difference is not None and done.max_logit_difference < 1e-4
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    base = load_file(POLICY / "model.safetensors")
+    assert tensors[name].dtype == getattr(torch, dtype)
+    assert not torch.equal(tensors[name], base[name].to(tensors[name].dtype)), "the export is of the step, not of the base"
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (POLICY / "tokenizer.json").read_bytes()
+    with pytest.raises(UsageError, match="not an empty folder"):
+        export_hf(handle.document, store, tmp_path / "hf")
+
+    served = export_mlx(handle.document, store, tmp_path / "mlx")
+    assert served.what == "version 0"
+    assert served.max_logit_difference is not None
+    assert dtype == "bfloat16" or served.max_logit_difference < 1e-4
+    engine.close()
+
+
+def test_folder_with_one_wrong_tensor_is_not_called_done(tmp_path: Path) -> None:
+    config = read_model_config(POLICY)
+    model = build_model(config, torch.float32)
+    load_hub(model, config, POLICY)
+    for path in POLICY.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert compare(model, config, tmp_path) < 1e-4
+    tensors = load_file(tmp_path / "model.safetensors")
+    one, two = (f"model.layers.1.feed_forward.experts.0.{name}.weight" for name in ("w1", "w3"))
+    for expert in range(8):
+        one, two = (f"model.layers.1.feed_forward.experts.{expert}.{name}.weight" for name in ("w1", "w3"))
+        tensors[one], tensors[two] = tensors[two].clone(), tensors[one].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="transformers computes other logits"):
+        compare(model, config, tmp_path)
+
+
+@pytest.mark.loop
+def test_mlx_folder_with_one_wrong_tensor_is_not_called_done(store: Store, tmp_path: Path) -> None:
+    from worker_mac.export import compare as compare_mlx
+
+    handle = start_run(store, config_of(store))
+    engine = TrainerEngine(handle)
+    engine.acquire(AcquireRequest("test", 1), 1, Reports())
+    engine.close()
+    export_mlx(handle.document, store, tmp_path / "mlx")
+    state: WeightState = Puller(store, handle.document, tmp_path / "weights").join(head_of(handle))
+    compare_mlx(state, tmp_path / "mlx")
+    index = json.loads((tmp_path / "mlx" / "model.safetensors.index.json").read_text())
+    name = "model.layers.1.self_attn.q_layernorm.weight"
+    path = tmp_path / "mlx" / index["weight_map"][name]
+    tensors = load_file(path)
+    save_file({**tensors, name: tensors[name] * 2}, path, metadata={"format": "mlx"})
+    with pytest.raises(WeightsError, match="mlx_lm computes other logits"):
+        compare_mlx(state, tmp_path / "mlx")

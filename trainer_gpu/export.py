@@ -1,0 +1,109 @@
+"""A run's newest checkpoint as a folder that transformers opens, compared with the model it came from before it counts.
+
+The weights are the fp32 masters in the run's dtype, not the int8 ones that Macs serve. Joining the bucket and the words a
+person reads are the caller's.
+"""
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from stoa.bucket.head import read_head
+from stoa.bucket.run_document import RunDocument, fetch_model_files
+from stoa.bucket.store import Store
+from stoa.contracts.errors import CheckpointError, ObjectMissingError
+from trainer_gpu import host
+from trainer_gpu.checkpoint import Identity, Part, read_document, read_tensors
+from trainer_gpu.convert import local_weights, save_hub
+from trainer_gpu.model import build_model, forward_packed, read_model_config
+from trainer_gpu.model_config import Lfm2Config
+from trainer_gpu.parallel import BUFFER, MASTER
+from trainer_gpu.policy import architecture_of
+
+MAX_DIFFERENCE: Final = 1e-3
+"""Largest difference of two logits in fp32, as a share of their largest size; rounding alone makes about 1e-5."""
+_NUM_SEQUENCES, _NUM_TOKENS = 3, 24
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedHub:
+    """An export that was reloaded and compared."""
+
+    step: int
+    num_bytes: int
+    max_logit_difference: float
+
+
+def export_hub(document: RunDocument, store: Store, folder: Path) -> ExportedHub:
+    """Write the checkpoint that HEAD names as a hub folder, reload it with transformers and compare logits.
+
+    The folder appears only when that is done. Needs memory for the model in fp32 and once more in the run's dtype.
+
+    Raises:
+        ObjectMissingError: no trainer has taken the run yet. CheckpointError: the checkpoint cannot be read, or the folder
+            computes something else than what was saved.
+    """
+    head, _ = read_head(store, document.run, document.public_key)
+    if not head.checkpoint_key:
+        raise ObjectMissingError(f"run {document.run} has no checkpoint yet", hint="wait for its first one")
+    host.setup_process(num_threads=torch.get_num_threads())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        files, out = Path(scratch) / "files", Path(scratch) / "out"
+        fetch_model_files(store, document.model_files, files)
+        config = read_model_config(files)
+        identity = Identity(document.run, document.layout_id, architecture_of(config))
+        saved = read_document(store, head.checkpoint_key, identity, document.public_key)
+        model = build_model(config, getattr(torch, document.config.learning.dtype))
+        fill(model, store, saved.parts)
+        save_hub(model, config, out)
+        for path in files.iterdir():
+            shutil.copyfile(path, out / path.name)
+        difference = compare(model, config, out)
+        if folder.exists():
+            folder.rmdir()  # it is empty: the caller checked
+        out.replace(folder)
+    return ExportedHub(saved.facts.step, sum(path.stat().st_size for path in folder.iterdir()), difference)
+
+
+@torch.no_grad()
+def fill(model: GPTModel, store: Store, parts: tuple[Part, ...]) -> None:
+    """Masters and buffers of a checkpoint into a model, cast to its type. Raises CheckpointError if any is missing."""
+    targets = {**local_weights(model)}
+    wanted = (f"{MASTER}.", f"{BUFFER}.")
+    for full_name, tensor in read_tensors(store, tuple(part for part in parts if any(n.startswith(wanted) for n in part.tensors))):
+        if full_name.startswith(wanted):
+            targets.pop(full_name.partition(".")[2]).copy_(tensor)
+    if targets:
+        raise CheckpointError(f"the checkpoint lacks {len(targets)} weights: {', '.join(sorted(targets)[:3])}")
+
+
+@torch.no_grad()
+def compare(model: GPTModel, config: Lfm2Config, folder: Path) -> float:
+    """Largest difference of logits, in fp32, between `model` and what transformers makes of `folder`.
+
+    Raises CheckpointError if it is above MAX_DIFFERENCE of the largest logit.
+    """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - seconds of import, for an export only
+
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (_NUM_SEQUENCES, _NUM_TOKENS), generator=draw)
+    exact = build_model(config, torch.float32)
+    sources = local_weights(model)
+    for name, target in local_weights(exact).items():
+        target.copy_(sources[name])
+    ours = forward_packed(exact, ids.flatten().to(host.device()), [_NUM_TOKENS] * _NUM_SEQUENCES).cpu()
+    del exact
+    reread = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs = reread(input_ids=ids).logits.flatten(0, 1).float()
+    difference = float((ours - theirs).abs().max())
+    if not difference <= MAX_DIFFERENCE * float(ours.abs().max()):
+        raise CheckpointError(
+            f"transformers computes other logits from the export: they differ by {difference:.3g}", hint="this is a fault; please report it"
+        )
+    return difference
