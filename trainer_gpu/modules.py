@@ -85,8 +85,9 @@ class ShortConv(MegatronModule):
 class CausalAttention(MegatronModule):
     """Softmax attention over heads that are already split, normed and rotated.
 
-    CPU and dense inputs run torch's SDPA; a packed row on the CPU is spread over a right-padded batch first, which a
-    causal mask makes exact. On CUDA a packed row runs torch's variable-length kernel (not run here: no GPU).
+    CPU and dense inputs run torch's SDPA; a packed row on the CPU, or in fp32, is spread over a right-padded batch first,
+    which a causal mask makes exact. On CUDA a packed row in bf16 runs torch's variable-length kernel, which has no fp32
+    (not run here: no GPU).
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: object) -> None:
@@ -108,7 +109,7 @@ class CausalAttention(MegatronModule):
         if packed_seq_params is None:
             heads = [t.permute(1, 2, 0, 3) for t in (query, key, value)]
             return _sdpa(*heads).permute(2, 0, 1, 3).flatten(2)
-        if query.is_cuda:
+        if query.is_cuda and query.dtype != torch.float32:
             return _varlen(query, key, value, packed_seq_params)
         row = packed_seq_params
         heads = [_spread(t, row) for t in (query, key, value)]
