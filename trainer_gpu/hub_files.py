@@ -10,8 +10,9 @@ import json
 import struct
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,7 +32,7 @@ _DTYPES: Final = {
 class _Place:
     """Where a tensor's bytes are."""
 
-    file: BinaryIO
+    file: BufferedReader
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
@@ -75,9 +76,9 @@ class HubFiles:
         place = self._place(name)
         tensor = torch.empty(place.shape, dtype=place.dtype)
         if place.num_bytes:
-            view = memoryview(tensor.flatten().view(torch.uint8).numpy())
             place.file.seek(place.start)
-            if place.file.readinto(view) != place.num_bytes:  # pyright: ignore[reportAttributeAccessIssue] - a buffered file has it
+            # A view of the tensor's own memory: nothing is copied.
+            if place.file.readinto(tensor.flatten().view(torch.uint8).numpy().data) != place.num_bytes:
                 raise self.error(f"ends inside the tensor {name}")
         return tensor
 
