@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-_CHUNK_BYTES: Final = 16 << 10
-_BURST_SECONDS: Final = 0.02
+_CHUNK_BYTES: Final = 64 << 10
+_BURST_SECONDS: Final = 0.1
+"""What a link's own buffer holds: so much lost time is made up for, no more."""
 _MAX_HEAD_BYTES: Final = 64 << 10
 
 
@@ -75,7 +76,7 @@ def reply(status: int, code: str = "", headers: str = "") -> bytes:
 
 
 class _Bucket:
-    """A token bucket that lets `rate` bytes a second through, with a very small burst."""
+    """A token bucket that lets `rate` bytes a second through, with a small burst after a pause."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -84,7 +85,7 @@ class _Bucket:
     async def take(self, num_bytes: int) -> None:
         if self._rate:
             now = time.monotonic()
-            self._free_at = max(self._free_at, now - _BURST_SECONDS) + num_bytes / self._rate
+            self._free_at = max(self._free_at or now, now - _BURST_SECONDS) + num_bytes / self._rate
             if self._free_at > now:
                 await asyncio.sleep(self._free_at - now)
 

@@ -74,6 +74,9 @@ class Downloads:
         self._busy: set[Transfer] = set()
         """Transfers that one thread hashes, checks or renames, outside the lock."""
         self._num_threads = 0
+        self._most_threads = 0
+        self._heard_at: dict[int, float] = {}
+        """Thread -> when it last did something (monotonic); one that waits for a silent server does nothing."""
         self._failed: dict[str, BucketError] = {}
         """Objects that cannot be had, and why; the others go on."""
         self._error: Exception | None = None
@@ -86,10 +89,10 @@ class Downloads:
 
     def __enter__(self) -> Self:
         left = sum(transfer.num_missing for transfer in self._transfers)
-        self._num_threads = min(NUM_RANGES, max(1, -(-left // LEAST_RANGE_BYTES)))
-        for _ in range(self._num_threads):
-            # Daemons: one that waits for a silent server must hold up neither this download nor the process.
-            threading.Thread(target=self._work, name="download", daemon=True).start()
+        self._most_threads = min(NUM_RANGES, max(1, -(-left // LEAST_RANGE_BYTES)))
+        with self._changed:
+            for _ in range(self._most_threads):
+                self._start_thread()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,16 +121,35 @@ class Downloads:
                     return
                 if not self._num_threads:
                     raise BucketError(f"{self._store.name}/{key}: its download has ended", hint="begin it anew")
-                self._changed.wait(0.5)
+                self._changed.wait(0.25)
+                if self._num_threads < 2 * NUM_RANGES and self._num_live() < self._most_threads:
+                    self._start_thread()
                 reason, self._retry_reason = self._retry_reason, ""
             if reason and self._store.on_retry is not None:
                 self._store.on_retry(reason)
+
+    def _start_thread(self) -> None:
+        # Daemons: one that waits for a silent server must hold up neither this download nor the process.
+        self._num_threads += 1
+        threading.Thread(target=self._work, name="download", daemon=True).start()
+
+    def _num_live(self) -> int:
+        """Threads that do not wait for a silent server."""
+        now = time.monotonic()
+        return self._num_threads - sum(now - at > TAKE_OVER_SECONDS for at in self._heard_at.values())
+
+    def _hear(self, after_seconds: float = 0.0) -> None:
+        """This thread does something, or will after a wait that it means to make."""
+        self._heard_at[threading.get_ident()] = time.monotonic() + after_seconds
 
     def _work(self) -> None:
         """One thread: takes pieces until nothing is left to do. A server or a disk that fails it ends all of them."""
         try:
             while not self._over.is_set():
                 with self._changed:
+                    self._hear()
+                    if self._num_live() > self._most_threads:
+                        return  # those it stood in for are back
                     task = self._next()
                     if task is None:
                         if all(transfer.done or transfer.dead for transfer in self._transfers):
@@ -147,6 +169,7 @@ class Downloads:
         finally:
             with self._changed:
                 self._num_threads -= 1
+                self._heard_at.pop(threading.get_ident(), None)
                 self._changed.notify_all()
 
     def _next(self) -> Piece | Transfer | None:
@@ -195,6 +218,7 @@ class Downloads:
                 raise error
             wait_seconds = min(0.1 * 2**piece.num_tries, _LONGEST_WAIT_SECONDS) * random.uniform(0.5, 1.0) if piece.num_tries else 0.0
             piece.heard_at = now + wait_seconds  # it waits by intention: nobody need take it over
+            self._hear(wait_seconds)
             self._retry_reason = f"downloading {piece.transfer.wanted.key} again: {type(error.__cause__).__name__}"
         return wait_seconds
 
@@ -215,6 +239,7 @@ class Downloads:
                 piece.heard_at = time.monotonic()
             for chunk in reply.chunks:
                 with self._changed:
+                    self._hear()
                     before = piece.at
                     wanted = not self._over.is_set() and transfer.write(piece, chunk, time.monotonic())
                     self.num_bytes += piece.at - before
