@@ -153,10 +153,11 @@ def worker_environment(out: Path) -> dict[str, str]:
 def _workers(options: Options) -> tuple[_Worker, ...]:
     config, state = str((options.out / "config.json").resolve()), options.out.resolve() / "state"
     trainer = _Worker("trainer", (sys.executable, "-m", "trainer_gpu.worker", config, "--state", str(state / "trainer")))
+    mac = (sys.executable, "-m", "worker_mac.worker", "--always")
     macs = [
         _Worker(
             f"mac-{number}",
-            (sys.executable, "-m", "worker_mac.worker", config, "--state", str(state / f"mac-{number}"), "--host", f"mac-{number}"),
+            (*mac, config, "--state", str(state / f"mac-{number}"), "--host", f"mac-{number}"),
         )
         for number in range(1, options.workers + 1)
     ]

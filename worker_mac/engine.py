@@ -30,10 +30,12 @@ from stoa.contracts.ports import Progress
 from stoa.rollouts.records import Episode, Fingerprint, Group, Timings
 from stoa.rollouts.shard import encode_group
 from worker_mac.decoder import Decoder
+from worker_mac.guest import Guest
+from worker_mac.holds import groups_that_fit, wired, wired_bytes
 from worker_mac.identity import project_version
 from worker_mac.sampler import seed_of
 from worker_mac.sweep import NOTHING_PLAYED, Casting, OnGroup, Played, Sweep
-from worker_mac.uploader import Spool, Uploader
+from worker_mac.uploader import Gate, Spool, Uploader
 from worker_mac.versions import Pulled, Served, Versions
 
 _log = structlog.get_logger(__name__)
@@ -96,13 +98,16 @@ class MacEngine:
         folder: Path,
         model_folder: Path,
         waits: Waits = Waits(),
+        guest: Guest | None = None,
     ) -> None:
-        """`folder` keeps this run's weights and spool; `model_folder` holds the run's config.json."""
+        """`folder` keeps this run's weights and spool; `model_folder` holds the run's config.json; `guest`: when to play."""
         self._store, self._config, self._environment = store, document.config, environment
         self._run, self._host, self._folder, self._waits = document.run, host, folder, waits
         model_config = json.loads((model_folder / "config.json").read_text("utf-8"))
         self._versions = Versions(store, document, model_config, folder / "weights")
-        self._uploader = Uploader(store, Spool(folder / "spool"))
+        self._guest = guest or Guest()
+        self._spool = Spool(folder / "spool")
+        self._uploader = Uploader(Gate(store, lambda: self._guest.may_transfer), self._spool)
         self._recovered = False
         self._ended_at = time.monotonic()
         self._busy = False
@@ -141,12 +146,13 @@ class MacEngine:
         try:
             head = self._await_head(request, progress)
             self._recover(head)
-            try:
-                result = self._play_request(request, head, idle_seconds, progress)
-            except WrongStateError as fault:  # found by the rescan: nothing made with these weights was shipped
-                _log.warning("sweep_begun_anew", sweep=request.sweep, reason=fault.message)
-                self._versions.distrust()
-                result = self._play_request(request, head, idle_seconds, progress)
+            with self._guest.playing():
+                try:
+                    result = self._play_request(request, head, idle_seconds, progress)
+                except WrongStateError as fault:  # found by the rescan: nothing made with these weights was shipped
+                    _log.warning("sweep_begun_anew", sweep=request.sweep, reason=fault.message)
+                    self._versions.distrust()
+                    result = self._play_request(request, head, idle_seconds, progress)
             return replace(
                 result,
                 bytes_up=self._uploader.bytes_sent - up_before,
@@ -162,7 +168,8 @@ class MacEngine:
             mx.clear_cache()
 
     def _await_head(self, request: SweepRequest, progress: Progress) -> Head:
-        """HEAD, once the run goes on and has a version that will do. Raises _BrokenOffError, StarvedError."""
+        """HEAD, once this Mac may play, the run goes on and has a version that will do. Raises _BrokenOffError, StarvedError."""
+        self._await_guest(progress)
         started = time.monotonic()
         while True:
             head = self._versions.head()
@@ -185,6 +192,21 @@ class MacEngine:
             progress.report("paused" if paused else f"waiting for version {needed}")
             time.sleep(min(self._config.timeouts.head_poll_seconds, 1.0))
 
+    def _await_guest(self, progress: Progress) -> None:
+        """Wait until the Mac's owner lets groups be started. Raises _BrokenOffError after a while."""
+        started = time.monotonic()
+        self._guest.spool_bytes = self._spool.num_bytes
+        while not self._guest.decision.starts:
+            self._versions.end_staging()
+            if progress.stopping or progress.cancelled:
+                raise _BrokenOffError("draining", "this worker ends")
+            reason = f"paused: {self._guest.decision.reason}"
+            if time.monotonic() - started >= self._waits.pause:
+                raise _BrokenOffError("paused", reason)
+            progress.report(reason)
+            time.sleep(0.2)
+            self._guest.spool_bytes = self._spool.num_bytes
+
     def _play_request(self, request: SweepRequest, head: Head, idle_seconds: float, progress: Progress) -> SweepResult:
         if request.purpose == "eval":
             return self._evaluate(request, head, idle_seconds, progress)
@@ -195,10 +217,10 @@ class MacEngine:
         run = _Run(request, served, pulled, idle_seconds)
         shipped = self._shipped(request, head)
         missing = [index for index in range(len(request.question_ids)) if index not in shipped]
-        castings = [casting for index in missing for casting in self._cast_group(run, index)]
+        groups = [self._cast_group(run, index) for index in missing]
         self._versions.stage_ahead(self._config.timeouts.head_poll_seconds)
-        played = self._play(run, castings, lambda group, episodes: self._ship_group(run, group, episodes), progress)
-        self._flush(progress)
+        played = self._play_groups(run, groups, lambda group, episodes: self._ship_group(run, group, episodes), progress)
+        self._flush(run, progress)
         return self._result(run, played, len(missing))
 
     def _cast_group(self, run: _Run, index: int) -> list[Casting]:
@@ -220,15 +242,13 @@ class MacEngine:
         # Keyed by question and not by place, so that the result does not depend on how questions were dealt out.
         seed = seed_of(self._config.seed, self._run, "eval", request.evaluation, request.version)
         castings = [Casting(0, question, seed_of(seed, question)) for question in request.question_ids]
-        most = self._config.rollout.groups * self._config.rollout.group_size
+        size = self._config.rollout.group_size
         episodes: list[Episode] = []
-        total = NOTHING_PLAYED
         self._versions.stage_ahead(self._config.timeouts.head_poll_seconds)
-        for start in range(0, len(castings), most):
-            played = self._play(run, castings[start : start + most], lambda _, ended: episodes.extend(ended), progress)
-            total = total.plus(played)
-            if not played.ended:
-                return self._result(run, total, 1)
+        groups = [castings[start : start + size] for start in range(0, len(castings), size)]
+        total = self._play_groups(run, groups, lambda _, ended: episodes.extend(ended), progress)
+        if not total.ended:
+            return self._result(run, total, 1)
         if not episodes:
             raise InfrastructureFaultError(f"evaluation {request.evaluation}, part {request.part}: every episode was lost")
         served.await_verdict()
@@ -236,8 +256,39 @@ class MacEngine:
         key = keys.eval_part(self._run, request.version, request.evaluation, request.part, self._host)
         self._uploader.put(key, encode_group(group))
         run.num_shipped, run.keys = 1, (key,)
-        self._flush(progress)
+        self._flush(run, progress)
         return self._result(run, total, 1)
+
+    def _play_groups(self, run: _Run, groups: Sequence[Sequence[Casting]], on_group: OnGroup, progress: Progress) -> Played:
+        """Play groups, as many at once as the run, memory and the Mac's owner allow; ends early as `_play` does."""
+        cache = run.served.model.new_cache(self._config.rollout.group_size)
+        cache.reserve(self._environment.limits.max_episode_tokens)  # never evaluated: only its size is asked for
+        weights_bytes, group_bytes = run.served.live.num_bytes, cache.num_bytes
+        memory_bytes = self._memory_bytes()
+        most = self._config.rollout.groups
+        fits = groups_that_fit(most, group_bytes, weights_bytes, memory_bytes)
+        if fits < most:
+            _log.info("sweep_narrowed", groups=fits, wanted=most, memory_bytes=memory_bytes, group_bytes=group_bytes)
+        needed = wired_bytes(weights_bytes + fits * group_bytes, memory_bytes) if memory_bytes is not None else 0
+        total, start = NOTHING_PLAYED, 0
+        with wired(needed, mx.set_wired_limit):
+            while start < len(groups):
+                decision = self._guest.decision
+                if not decision.starts:
+                    run.broken_off = run.broken_off or ("paused", f"paused: {decision.reason}")
+                    return replace(total, ended=False)
+                batch = groups[start : start + max(1, round(fits * decision.width))]
+                played = self._play(run, [casting for group in batch for casting in group], on_group, progress)
+                total, start = total.plus(played), start + len(batch)
+                if not played.ended:
+                    break
+        return total
+
+    def _memory_bytes(self) -> int | None:
+        """What the owner lets weights and caches take of the GPU's memory; None where it has no limit of its own."""
+        if not mx.metal.is_available():
+            return None
+        return int(int(mx.device_info()["max_recommended_working_set_size"]) * self._guest.allowed.memory_fraction)
 
     def _play(self, run: _Run, castings: Sequence[Casting], on_group: OnGroup, progress: Progress) -> Played:
         """Play castings in one batch; ends early when the run stops, this process ends, or the sweep was cancelled."""
@@ -246,8 +297,13 @@ class MacEngine:
             run.broken_off = run.broken_off or self._reason_to_stop(run, progress)
             return run.broken_off is not None
 
+        stepped_at = time.monotonic()
+
         def on_step(num_done: int, num_tokens: int) -> None:
+            nonlocal stepped_at
             now = time.monotonic()
+            self._guest.rest(now - stepped_at)
+            stepped_at = time.monotonic()
             if now - run.reported_at >= _REPORT_SECONDS:
                 run.reported_at = now
                 progress.report(
@@ -264,6 +320,8 @@ class MacEngine:
             return "partial", "cancelled"
         if self._versions.run_state == "stopped":
             return "stopped", "the run has stopped"
+        if reason := self._guest.must_leave:
+            return "paused", f"paused: {reason}"
         if progress.stopping:
             run.stopping_since = run.stopping_since or time.monotonic()
             if time.monotonic() - run.stopping_since > self._waits.grace:
@@ -279,6 +337,7 @@ class MacEngine:
         group = self._record(run, index, run.request.question_ids[index], self._group_seed(run, index), episodes)
         key = keys.group(self._run, run.served.version, self._host, run.request.sweep, index)
         self._uploader.put(key, encode_group(group))
+        self._guest.spool_bytes = self._spool.num_bytes
         run.num_shipped += 1
 
     def _record(self, run: _Run, index: int, question_id: str, seed: int, episodes: list[Episode]) -> Group:
@@ -335,10 +394,13 @@ class MacEngine:
             reason=reason,
         )
 
-    def _flush(self, progress: Progress) -> None:
+    def _flush(self, run: _Run, progress: Progress) -> None:
         """Wait until everything is in the bucket. Raises ServiceUnavailableError; nothing is lost: the spool has it."""
         started = time.monotonic()
         while not self._uploader.wait(0.5):
+            if not self._guest.may_transfer:
+                run.broken_off = run.broken_off or ("paused", f"paused: {self._guest.decision.reason}")
+                return
             most = self._waits.grace if progress.stopping or progress.cancelled else self._waits.flush
             if time.monotonic() - started > most:
                 raise ServiceUnavailableError(

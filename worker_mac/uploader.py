@@ -63,8 +63,27 @@ class Spool:
             files = [(entry.stat().st_mtime_ns, entry.name) for entry in entries if not entry.name.endswith(_PART)]
         return [unquote(name) for _, name in sorted(files)]
 
+    @property
+    def num_bytes(self) -> int:
+        """Disk that the objects take."""
+        with os.scandir(self._folder) as entries:
+            return sum(entry.stat().st_size for entry in entries)
+
     def _path(self, key: str) -> Path:
         return self._folder / quote(key, safe="")
+
+
+class Gate:
+    """A target that takes nothing while the network is not ours to use."""
+
+    def __init__(self, target: Target, is_open: Callable[[], bool]) -> None:
+        self._target, self._is_open = target, is_open
+
+    def create(self, key: str, data: bytes, *, kind: str = "") -> str:
+        """Pass an object on. Raises ServiceUnavailableError while closed."""
+        if not self._is_open():
+            raise ServiceUnavailableError("this Mac's network is not to be used now", hint="objects are kept and sent later")
+        return self._target.create(key, data, kind=kind)
 
 
 class Uploader:

@@ -162,6 +162,10 @@ class Versions:
         self._stager = threading.Thread(target=self._stage_ahead, args=arguments, name="stager", daemon=True)
         self._stager.start()
 
+    def end_staging(self) -> None:
+        """Look for no further version until the next call here; what is being staged is staged to its end."""
+        self._stager_stop.set()
+
     def close(self) -> None:
         """End the background threads."""
         self._stop_stager()

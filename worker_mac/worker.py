@@ -1,4 +1,4 @@
-"""The Mac worker's main: `python -m worker_mac.worker [CONFIG] [--state DIR] [--host NAME] [--place TEXT]`.
+"""The Mac worker's main: `python -m worker_mac.worker [CONFIG] [--state DIR] [--host NAME] [--place TEXT] [--allow FILE]`.
 
 It waits for whatever is not there yet (Temporal, its namespace, the bucket, the run), starts this Mac's session, serves
 its queue with one sweep at a time, says hello again after sleep or silence, and ends when the run has stopped. What a
@@ -28,7 +28,8 @@ from environments import registry
 from stoa.bucket.head import read_head
 from stoa.bucket.run_document import RunDocument, fetch_model_files, read_run
 from stoa.bucket.store import Store
-from stoa.config.load import bucket_credentials, load_run, state_folder
+from stoa.config.host import MacHost
+from stoa.config.load import bucket_credentials, load_mac_host, load_run, state_folder
 from stoa.config.run import RunConfig
 from stoa.contracts import names
 from stoa.contracts.errors import (
@@ -42,7 +43,10 @@ from stoa.contracts.errors import (
 )
 from stoa.contracts.messages import Goodbye, Hello, SessionInput
 from stoa.telemetry import log as telemetry
+from worker_mac.guest import Guest
 from worker_mac.identity import Identity, pin_key, pinned_key, project_version
+from worker_mac.limits import Budgets, CappedMeters
+from worker_mac.senses import probe_here
 
 if TYPE_CHECKING:
     from worker_mac.engine import MacEngine
@@ -70,6 +74,8 @@ class Options:
     state: Path | None
     host: str
     place: str
+    allow: Path | None = None
+    always: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         identity = Identity(options.state or state_folder("mac"), options.host)
         telemetry.bind(run=config.run, host=identity.host)
         try:
-            asyncio.run(_Worker(config, identity, options.place).run())
+            allowed = load_mac_host(options.allow or _own_limits(identity.folder))
+            asyncio.run(_Worker(config, identity, options.place, allowed, always=options.always).run())
         finally:
             identity.close()
     except StoaError as error:
@@ -101,8 +108,15 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--state", type=Path, help="folder of this worker's state; two workers need two")
     parser.add_argument("--host", default="", help="name of this Mac in the run (default: drawn once and kept)")
     parser.add_argument("--place", default="", help="free text shown beside the Mac, for example a city")
+    parser.add_argument("--allow", type=Path, help="TOML of what this Mac's owner allows (default: mac.toml in the state folder)")
+    parser.add_argument("--always", action="store_true", help="play whatever this Mac's user, power and heat are: for a demo")
     found = parser.parse_args(arguments)
-    return Options(found.config, found.state, found.host, found.place)
+    return Options(found.config, found.state, found.host, found.place, found.allow, found.always)
+
+
+def _own_limits(folder: Path) -> Path | None:
+    path = folder / "mac.toml"
+    return path if path.is_file() else None
 
 
 def require_extra(find: Callable[[str], object] = find_spec) -> None:
@@ -126,14 +140,17 @@ def reason_to_greet(pending: str, *, tick_seconds: float, silent_seconds: float)
 class _Worker:
     """One process's life."""
 
-    def __init__(self, config: RunConfig, identity: Identity, place: str) -> None:
+    def __init__(self, config: RunConfig, identity: Identity, place: str, allowed: MacHost, *, always: bool) -> None:
         self._config, self._identity, self._place = config, identity, place
         self._run, self._host = config.run, identity.host
         self._stop = asyncio.Event()
         self._said = ""
         self._run_stopped = False
         store = Store(config.bucket, bucket_credentials(config.bucket), patience_seconds=BUCKET_PATIENCE_SECONDS)
-        self._store = store
+        budgets = Budgets(identity.folder / "network.json", allowed.day_bytes, allowed.month_bytes)
+        store.meters = CappedMeters(allowed, budgets)
+        self._store, self._budgets = store, budgets
+        self._guest = Guest(allowed, None if always else probe_here(), spent_budget=budgets.spent)
 
     async def run(self) -> None:
         """Wait for the run, serve it, leave it."""
@@ -146,11 +163,14 @@ class _Worker:
         engine = await self._wait_for(lambda: self._make_engine(document))
         if engine is None:
             return
+        self._guest.start()
         try:
             if await self._wait_while_stopped(document):
                 await self._serve(document, engine)
         finally:
             await asyncio.to_thread(engine.close)
+            self._guest.close()
+            self._budgets.close()
         _log.info("worker_ended", run_stopped=self._run_stopped)
 
     def _read_run(self) -> RunDocument:
@@ -186,7 +206,7 @@ class _Worker:
         fetch_model_files(self._store, document.model_files, model_folder)
         tokenizer = (model_folder / "tokenizer.json").read_bytes()
         environment = registry.create(document.config.environment.name, document.config.environment.settings, tokenizer)
-        return MacEngine(self._store, document, environment, host=self._host, folder=folder, model_folder=model_folder)
+        return MacEngine(self._store, document, environment, host=self._host, folder=folder, model_folder=model_folder, guest=self._guest)
 
     async def _wait_while_stopped(self, document: RunDocument) -> bool:
         """False if the run has stopped and is not resumed soon, or we are asked to end."""

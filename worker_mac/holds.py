@@ -1,0 +1,76 @@
+"""What a Mac is asked for while groups are played, and given back after: that it stays awake, and wired memory.
+
+Both are held for a sweep on mains only, and dropped however it ends. Nothing here decides when to play.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import structlog
+
+_log = structlog.get_logger(__name__)
+
+WIRED_MARGIN_BYTES: Final = 512 << 20
+"""Beyond weights and cache: activations and logits of a step."""
+END_SECONDS: Final = 2.0
+
+
+@contextmanager
+def awake(pid: int, *, command: Sequence[str] | None = None) -> Iterator[None]:
+    """Keep the system, not its display, from sleeping for want of a user while the block runs and process `pid` lives.
+
+    Does nothing off macOS, unless told the `command` to hold on with.
+    """
+    if command is None:
+        command = ("caffeinate", "-i", "-w", str(pid)) if sys.platform == "darwin" else ()
+    holder = _start(command) if command else None
+    try:
+        yield
+    finally:
+        if holder is not None:
+            holder.terminate()
+            try:
+                holder.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                holder.kill()
+                holder.wait()
+
+
+def _start(command: Sequence[str]) -> "subprocess.Popen[bytes] | None":
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    except OSError as error:
+        _log.warning("sleep_not_prevented", reason=str(error))
+        return None
+
+
+def wired_bytes(needed_bytes: int, memory_bytes: int) -> int:
+    """What to wire: what is needed and a margin, never more than `memory_bytes`."""
+    return min(needed_bytes + WIRED_MARGIN_BYTES, memory_bytes)
+
+
+@contextmanager
+def wired(num_bytes: int, set_limit: Callable[[int], int]) -> Iterator[None]:
+    """Wire up to `num_bytes` while the block runs. `set_limit` sets a limit and gives the one before; 0 bytes: leave it."""
+    if not num_bytes:
+        yield
+        return
+    before = set_limit(num_bytes)
+    try:
+        yield
+    finally:
+        set_limit(before)
+
+
+def groups_that_fit(num_groups: int, group_bytes: int, weights_bytes: int, memory_bytes: int | None) -> int:
+    """How many groups may be played at once, at least 1.
+
+    group_bytes: cache of one group at its longest. memory_bytes: what weights, caches and margin may take; None: unknown.
+    """
+    if memory_bytes is None:
+        return num_groups
+    free = memory_bytes - weights_bytes - WIRED_MARGIN_BYTES
+    return max(1, min(num_groups, free // max(1, group_bytes)))
