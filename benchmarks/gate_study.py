@@ -171,6 +171,7 @@ def summarise(trials: Sequence[Trial]) -> list[dict[str, object]]:
                 "minus_off_interval_95": [round(value, 4) for value in interval(paired)] if paired else None,
                 "worst_pass_at_1": [round(trial.lowest_after_start, 4) for trial in own.values()],
                 "num_without_signal": sum(trial.ended is not None for trial in own.values()),
+                "ended_at_version": [trial.ended for trial in own.values()],
                 "drop_rate_mean": round(statistics.fmean(p.gate_drop_rate for t in own.values() for p in t.points[1:]), 4),
                 "mismatch_mean": round(statistics.fmean(p.mismatch_mean for t in own.values() for p in t.points[1:]), 4),
             }
@@ -179,7 +180,10 @@ def summarise(trials: Sequence[Trial]) -> list[dict[str, object]]:
 
 
 def draw(trials: Sequence[Trial], path: Path) -> None:
-    """Held-out pass@1 by version: thin lines are seeds, thick ones their mean, bands its 95 % interval."""
+    """Held-out pass@1 by version: thin lines are seeds, thick ones their mean, bands its 95 % interval.
+
+    A cross: no signal was left, and the run ended there.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -194,7 +198,9 @@ def draw(trials: Sequence[Trial], path: Path) -> None:
             own = [trial for trial in trials if (trial.learning_rate, trial.gate) == (rate, gate)]
             curves = [{p.version: p.pass_at_1 for p in trial.points if p.pass_at_1 is not None} for trial in own]
             versions = sorted(set.intersection(*(set(curve) for curve in curves)))
-            for curve in curves:
+            for trial, curve in zip(own, curves, strict=True):
+                if trial.ended is not None:
+                    axis.plot([trial.ended], [trial.final], "x", color=colours[gate], markersize=5)
                 axis.plot(sorted(curve), [curve[v] for v in sorted(curve)], color=colours[gate], alpha=0.25, linewidth=0.8)
             means = [statistics.fmean(curve[v] for curve in curves) for v in versions]
             low, high = zip(*(interval([curve[v] for curve in curves]) for v in versions), strict=True)
@@ -202,9 +208,9 @@ def draw(trials: Sequence[Trial], path: Path) -> None:
             axis.fill_between(versions, low, high, color=colours[gate], alpha=0.12, linewidth=0)
         axis.set(title=f"learning rate {rate:g}, {STALENESS} versions old", xlabel="version", ylim=(0, 1))
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="upper left")
     axes[0][0].set_ylabel("held-out pass@1")
-    figure.tight_layout()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=8, loc="lower center", ncol=3, frameon=False)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
