@@ -4,6 +4,7 @@ It receives bytes only (nothing of MLX may leave the engine's thread) and writes
 harmless. What is in an object, and whether a spooled one is still wanted, is the engine's business.
 """
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -65,9 +66,12 @@ class Spool:
 
     @property
     def num_bytes(self) -> int:
-        """Disk that the objects take."""
-        with os.scandir(self._folder) as entries:
-            return sum(entry.stat().st_size for entry in entries)
+        """Disk that the objects take, while they come and go."""
+        total = 0
+        for path in self._folder.glob("*"):
+            with contextlib.suppress(FileNotFoundError):  # sent meanwhile
+                total += path.stat().st_size
+        return total
 
     def _path(self, key: str) -> Path:
         return self._folder / quote(key, safe="")

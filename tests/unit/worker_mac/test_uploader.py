@@ -57,6 +57,26 @@ def test_an_object_is_on_disk_before_it_is_sent(tmp_path: Path) -> None:
     uploader.close()
 
 
+def test_the_disk_a_spool_takes_is_known_while_objects_come_and_go(tmp_path: Path) -> None:
+    spool, ended = Spool(tmp_path / "spool"), threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            spool.add("runs/r/b", bytes(70))
+            spool.remove("runs/r/b")
+
+    spool.add("runs/r/a", bytes(30))
+    moving = threading.Thread(target=come_and_go)
+    moving.start()
+    try:
+        assert {spool.num_bytes for _ in range(300)} <= {30, 100}
+    finally:
+        ended.set()
+        moving.join()
+    shutil.rmtree(tmp_path / "spool")
+    assert spool.num_bytes == 0
+
+
 def test_an_outage_is_waited_out(tmp_path: Path) -> None:
     target = Target()
     target.fault = ServiceUnavailableError("away")
