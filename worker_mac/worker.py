@@ -47,6 +47,7 @@ from worker_mac.guest import Guest
 from worker_mac.identity import Identity, pin_key, pinned_key, project_version
 from worker_mac.limits import Budgets, CappedMeters
 from worker_mac.senses import probe_here
+from worker_mac.service import Attempts
 
 if TYPE_CHECKING:
     from worker_mac.engine import MacEngine
@@ -76,12 +77,34 @@ class Options:
     place: str
     allow: Path | None = None
     always: bool = False
+    parks: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the worker; returns the exit code: 0 the run has stopped or we were asked to end, 1 failed, 2 wrong use."""
+    """Run the worker; returns the exit code: 0 the run has stopped or we were asked to end, 1 failed, 2 wrong use.
+
+    With --parks a third quick failure, and every start after it, is 0 too, so that launchd does not start it again.
+    """
     options = read_options(arguments)
     telemetry.configure(worker="mac")
+    if not options.parks:
+        return _run(options)[0]
+    attempts = Attempts(options.state or state_folder("mac"))
+    if parked := attempts.parked():
+        _log.error("worker_parked", reason=parked)
+        return 0
+    code, reason = _run(options)
+    if code == 0:
+        attempts.forget()
+        return 0
+    if parked := attempts.failed(reason):
+        _log.error("worker_parked", reason=parked)
+        return 0
+    return code
+
+
+def _run(options: Options) -> tuple[int, str]:
+    """Exit code, and why it is not 0."""
     try:
         require_extra()
         config = load_run(options.config)
@@ -94,11 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             identity.close()
     except StoaError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
-        return 2 if isinstance(error, UsageError) else 1
-    except Exception:  # noqa: BLE001 - a worker's main is one of the three edges
+        return (2 if isinstance(error, UsageError) else 1), error.message
+    except Exception as error:  # noqa: BLE001 - a worker's main is one of the three edges
         _log.exception("worker_crashed")
-        return 1
-    return 0
+        return 1, f"{type(error).__name__}: {error}"
+    return 0, ""
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
@@ -110,8 +133,9 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--place", default="", help="free text shown beside the Mac, for example a city")
     parser.add_argument("--allow", type=Path, help="TOML of what this Mac's owner allows (default: mac.toml in the state folder)")
     parser.add_argument("--always", action="store_true", help="play whatever this Mac's user, power and heat are: for a demo")
+    parser.add_argument("--parks", action="store_true", help="end for good after three quick failures: for launchd")
     found = parser.parse_args(arguments)
-    return Options(found.config, found.state, found.host, found.place, found.allow, found.always)
+    return Options(found.config, found.state, found.host, found.place, found.allow, found.always, found.parks)
 
 
 def _own_limits(folder: Path) -> Path | None:

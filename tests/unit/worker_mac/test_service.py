@@ -1,0 +1,126 @@
+"""The agent: what launchd is told, what it says, and that a worker which cannot start is parked."""
+
+import plistlib
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from stoa.contracts.errors import StoaError, UsageError
+from worker_mac.service import LABEL, Attempts, Said, Service, run_launchctl
+
+PRINTED = """gui/501/run.stoa.worker = {
+	active count = 1
+	path = /Users/ada/Library/LaunchAgents/run.stoa.worker.plist
+	state = running
+	program = /opt/homebrew/bin/python3
+	runs = 4
+	pid = 4711
+	last exit code = 1
+}
+"""
+
+
+class Launchd:
+    """Keeps what is loaded, as launchctl's verbs do."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, dict] = {}
+        self.refuses = False
+        self.asked: list[str] = []
+
+    def __call__(self, arguments: Sequence[str]) -> Said:
+        verb, where = arguments[0], arguments[1]
+        self.asked.append(verb)
+        if verb == "bootstrap":
+            if self.refuses or f"{where}/{LABEL}" in self.loaded:
+                return Said(5, "Bootstrap failed: 5: Input/output error\n")
+            self.loaded[f"{where}/{LABEL}"] = plistlib.loads(Path(arguments[2]).read_bytes())
+            return Said(0, "")
+        if where not in self.loaded:
+            return Said(113, "Could not find service\n")
+        if verb == "bootout":
+            del self.loaded[where]
+            return Said(0, "")
+        return Said(0, PRINTED)
+
+
+@pytest.fixture
+def launchd() -> Launchd:
+    return Launchd()
+
+
+@pytest.fixture
+def service(tmp_path: Path, launchd: Launchd) -> Service:
+    return Service(tmp_path / "LaunchAgents", tmp_path / "state", launchd, user_id=501)
+
+
+def test_an_installed_agent_starts_at_login_and_again_after_a_crash_only(service: Service, launchd: Launchd, tmp_path: Path) -> None:
+    service.install(tmp_path / "run.toml")
+    service.install(tmp_path / "run.toml")  # the second replaces the first
+    agent = launchd.loaded[f"gui/501/{LABEL}"]
+    assert agent["RunAtLoad"] is True
+    assert agent["KeepAlive"] == {"SuccessfulExit": False}
+    assert agent["ThrottleInterval"] == 30
+    assert agent["ProcessType"] == "Standard"
+    config, state = str(tmp_path / "run.toml"), str(tmp_path / "state")
+    assert agent["ProgramArguments"] == [sys.executable, "-m", "worker_mac.worker", config, "--state", state, "--parks"]
+    assert agent["StandardErrorPath"].startswith(state)
+
+
+def test_the_workers_command_line_takes_what_the_agent_gives(service: Service, launchd: Launchd) -> None:
+    from worker_mac.worker import read_options
+
+    service.install()
+    assert read_options(launchd.loaded[f"gui/501/{LABEL}"]["ProgramArguments"][3:]).parks
+
+
+def test_status_tells_pid_last_exit_and_what_is_there(service: Service) -> None:
+    before = service.status()
+    assert (before.installed, before.loaded, before.pid, before.last_exit, before.parked) == (False, False, 0, "", "")
+    service.install()
+    after = service.status()
+    assert (after.installed, after.loaded, after.pid, after.last_exit) == (True, True, 4711, "1")
+
+
+def test_removing_leaves_nothing_behind(service: Service, launchd: Launchd, tmp_path: Path) -> None:
+    assert not service.remove()
+    service.install()
+    assert service.remove()
+    assert launchd.loaded == {}
+    assert list((tmp_path / "LaunchAgents").iterdir()) == []
+
+
+def test_a_refused_agent_says_why_and_is_not_left_half_installed(service: Service, launchd: Launchd, tmp_path: Path) -> None:
+    launchd.refuses = True
+    with pytest.raises(StoaError, match="Input/output error"):
+        service.install()
+    assert not service.status().installed
+
+
+def test_three_quick_failures_park_with_the_reason_and_installing_again_frees(service: Service, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    assert [Attempts(state).failed(f"reason {number}") for number in range(2)] == ["", ""]
+    assert Attempts(state).failed("no MLX") == "3 starts in a row failed soon: no MLX"
+    assert service.status().parked.endswith("no MLX")
+    service.install()
+    assert service.status().parked == ""
+
+
+def test_a_failure_after_long_work_starts_the_count_anew(tmp_path: Path) -> None:
+    now = [0.0]
+    for _ in range(2):
+        Attempts(tmp_path, lambda: now[0]).failed("quick")
+    long = Attempts(tmp_path, lambda: now[0])
+    now[0] = 120.0
+    assert long.failed("late") == ""
+    assert [Attempts(tmp_path, lambda: now[0]).failed("quick") for _ in range(2)] == ["", ""]
+
+
+@pytest.mark.skipif(shutil.which("launchctl") is not None, reason="launchd is here")
+def test_without_launchd_the_person_is_told() -> None:
+    with pytest.raises(UsageError, match="macOS"):
+        run_launchctl(("print", "gui/501"))

@@ -1,0 +1,163 @@
+"""The worker as a LaunchAgent of the user who is logged in: install, remove, status; parked after quick failures.
+
+launchd starts it at log-in and again after a crash only, never after a clean end. What the worker does is `worker.py`'s.
+`Attempts` is the worker's own record of its starts: three that ended soon after park it, with the reason, until a person
+looks.
+"""
+
+import json
+import os
+import plistlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from stoa.contracts.errors import StoaError, UsageError
+
+LABEL: Final = "run.stoa.worker"
+THROTTLE_SECONDS: Final = 30
+"""launchd waits at least this long between two starts."""
+EXIT_SECONDS: Final = 40
+"""From SIGTERM to SIGKILL: a worker ships what is finished first."""
+QUICK_SECONDS: Final = 120.0
+"""A start that fails within this time is a quick failure."""
+MAX_QUICK: Final = 3
+LAUNCHCTL_SECONDS: Final = 30.0
+_PID = re.compile(r"^\s*pid = (\d+)$", re.MULTILINE)
+_LAST_EXIT = re.compile(r"^\s*last exit code = (\S.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What launchctl answered."""
+
+    code: int
+    text: str
+
+
+Launchctl = Callable[[Sequence[str]], Said]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Of the agent. `pid`: 0 while it does not run. `last_exit`: as launchd says it."""
+
+    installed: bool
+    loaded: bool
+    pid: int
+    last_exit: str
+    parked: str
+    """Why it has parked itself; "" if it has not."""
+
+
+def plist(command: Sequence[str], log: Path) -> bytes:
+    """The agent's property list: `command` is run at log-in, and again after a crash."""
+    return plistlib.dumps(
+        {
+            "Label": LABEL,
+            "ProgramArguments": list(command),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": THROTTLE_SECONDS,
+            "ExitTimeOut": EXIT_SECONDS,
+            # Background would be slowed by the system beyond what the owner asked for: the worker is polite by itself.
+            "ProcessType": "Standard",
+            "StandardErrorPath": str(log),
+            "StandardOutPath": str(log),
+        }
+    )
+
+
+def worker_command(config: Path | None, state: Path) -> tuple[str, ...]:
+    """What starts the worker from anywhere, with this Python."""
+    given = () if config is None else (str(config.resolve()),)
+    return (sys.executable, "-m", "worker_mac.worker", *given, "--state", str(state.resolve()), "--parks")
+
+
+class Service:
+    """The agent of one user. `agents` is ~/Library/LaunchAgents, `state` the worker's state folder."""
+
+    def __init__(self, agents: Path, state: Path, launchctl: Launchctl | None = None, *, user_id: int | None = None) -> None:
+        self._path, self._state = agents / f"{LABEL}.plist", state
+        self._launchctl = launchctl or run_launchctl
+        self._domain = f"gui/{os.getuid() if user_id is None else user_id}"
+
+    def install(self, config: Path | None = None) -> None:
+        """Write the agent, load it and start it; one that is there is replaced, one that was parked is free again."""
+        self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Attempts(self._state).forget()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._launchctl(("bootout", f"{self._domain}/{LABEL}"))
+        self._path.write_bytes(plist(worker_command(config, self._state), self._state / "worker.log"))
+        said = self._launchctl(("bootstrap", self._domain, str(self._path)))
+        if said.code:
+            self._path.unlink()
+            raise StoaError(f"launchd did not take the agent: {said.text.strip()}", hint="log in at the Mac's own screen and try again")
+
+    def remove(self) -> bool:
+        """Stop the agent and forget it; False if there was none."""
+        said = self._launchctl(("bootout", f"{self._domain}/{LABEL}"))
+        there = self._path.is_file()
+        self._path.unlink(missing_ok=True)
+        return there or said.code == 0
+
+    def status(self) -> Status:
+        """What launchd and the worker's own record say."""
+        said = self._launchctl(("print", f"{self._domain}/{LABEL}"))
+        pid, last = _PID.search(said.text), _LAST_EXIT.search(said.text)
+        return Status(
+            installed=self._path.is_file(),
+            loaded=said.code == 0,
+            pid=int(pid[1]) if pid else 0,
+            last_exit=last[1] if last else "",
+            parked=Attempts(self._state).parked(),
+        )
+
+
+class Attempts:
+    """Failures in a row soon after a start, in one small file of the state folder."""
+
+    def __init__(self, state: Path, clock: Callable[[], float] = time.time) -> None:
+        self._path, self._clock = state / "attempts.json", clock
+        self._began = clock()
+
+    def parked(self) -> str:
+        """Why no further start is tried; "" while one may be."""
+        failures = self._read()
+        return f"{len(failures)} starts in a row failed soon: {failures[-1]}" if len(failures) >= MAX_QUICK else ""
+
+    def failed(self, reason: str) -> str:
+        """Note that this start failed; returns why the worker parks, or ""."""
+        quick = self._clock() - self._began < QUICK_SECONDS
+        failures = [*self._read(), reason][-MAX_QUICK:] if quick else []
+        part = self._path.with_name(f"{self._path.name}.part")
+        part.write_text(json.dumps(failures), "utf-8")
+        part.replace(self._path)
+        return self.parked()
+
+    def forget(self) -> None:
+        """Start counting anew."""
+        self._path.unlink(missing_ok=True)
+
+    def _read(self) -> list[str]:
+        try:
+            found = json.loads(self._path.read_text("utf-8"))
+        except (FileNotFoundError, ValueError):
+            return []
+        return [str(reason) for reason in found] if isinstance(found, list) else []
+
+
+def run_launchctl(arguments: Sequence[str]) -> Said:
+    """Ask launchd. Raises UsageError where there is none."""
+    try:
+        done = subprocess.run(("launchctl", *arguments), capture_output=True, timeout=LAUNCHCTL_SECONDS, check=False)
+    except FileNotFoundError:
+        raise UsageError("there is no launchd here: starting at log-in is for macOS", hint="start the worker by hand") from None
+    except subprocess.TimeoutExpired:
+        raise StoaError(f"launchctl {arguments[0]} did not answer in {LAUNCHCTL_SECONDS:g} s", hint="try again") from None
+    return Said(done.returncode, (done.stdout + done.stderr).decode("utf-8", "replace"))
