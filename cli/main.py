@@ -33,6 +33,8 @@ _COMMANDS: Final = {
     },
     "Set up": {
         "services": "Start a local Temporal and a local bucket.",
+        "join": "Let this Mac generate rollouts for a run: in this window, or at each log-in.",
+        "leave": "Stop this Mac's worker and start it at no further log-in; its state stays.",
         "setup": "Make namespaces, search attributes and the bucket; safe to repeat.",
         "config": "Check a configuration file.",
         "plan": "Work out what fits before hiring a machine.",

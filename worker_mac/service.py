@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from stoa.config.load import PROJECT_ROOT
 from stoa.contracts.errors import StoaError, UsageError
 
 LABEL: Final = "run.stoa.worker"
@@ -61,6 +62,7 @@ def plist(command: Sequence[str], log: Path) -> bytes:
         {
             "Label": LABEL,
             "ProgramArguments": list(command),
+            "WorkingDirectory": str(PROJECT_ROOT),
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": THROTTLE_SECONDS,
@@ -73,10 +75,10 @@ def plist(command: Sequence[str], log: Path) -> bytes:
     )
 
 
-def worker_command(config: Path | None, state: Path) -> tuple[str, ...]:
-    """What starts the worker from anywhere, with this Python."""
+def worker_command(config: Path | None, state: Path, *, parks: bool = False) -> tuple[str, ...]:
+    """What starts the worker, with this Python."""
     given = () if config is None else (str(config.resolve()),)
-    return (sys.executable, "-m", "worker_mac.worker", *given, "--state", str(state.resolve()), "--parks")
+    return (sys.executable, "-m", "worker_mac.worker", *given, "--state", str(state.resolve()), *(("--parks",) if parks else ()))
 
 
 class Service:
@@ -93,7 +95,7 @@ class Service:
         Attempts(self._state).forget()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._launchctl(("bootout", f"{self._domain}/{LABEL}"))
-        self._path.write_bytes(plist(worker_command(config, self._state), self._state / "worker.log"))
+        self._path.write_bytes(plist(worker_command(config, self._state, parks=True), self._state / "worker.log"))
         said = self._launchctl(("bootstrap", self._domain, str(self._path)))
         if said.code:
             self._path.unlink()
