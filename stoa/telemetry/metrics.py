@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Better = Literal["higher", "lower", "neither"]
-Unit = Literal["", "nats", "tokens", "seconds", "versions", "groups", "episodes", "turns", "calls", "rows", "bytes"]
+Unit = Literal["", "nats", "octaves", "steps", "tokens", "seconds", "versions", "groups", "episodes", "turns", "calls", "rows", "bytes"]
 
 
 @dataclass(frozen=True, slots=True)
