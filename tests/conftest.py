@@ -9,6 +9,14 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Share tests out by file; whole runs go one after another on one process, since each takes both cores."""
+    for item in items:
+        is_whole_run = any(item.iter_markers("loop")) or any(item.iter_markers("faults"))
+        group = "whole runs" if is_whole_run else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["object"]:
     """A real S3 server on loopback: `.endpoint`, `.settings(name)`, `.store(name)`."""
