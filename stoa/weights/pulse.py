@@ -7,7 +7,7 @@ the caller has checked the sha256 of the bytes.
 
 Sections (all little-endian; absent when empty):
 
-    segments       int64 [K] changes in each segment of 2^29 codes; only if one beyond the first has any
+    segments       int64 [K] changes in each segment of 2^26 codes; only if one beyond the first has any
     gaps           gap blob of the C changed positions of segment 0, counted from its start
     signs          ceil(C / 8) bytes, bit i (low bit first) is 1 where difference i is positive
     magnitudes     blob of |difference| - 1 as uint8 [C], only if one of them is not 0
@@ -41,7 +41,7 @@ from stoa.weights.layout import GROUP_SIZE, Layout
 Codec = Literal["pco-8", "nibble-zstd-1"]
 PCO: Final = "pco-8"
 NIBBLE: Final = "nibble-zstd-1"
-SEGMENT_CODES: Final = 1 << 29
+SEGMENT_CODES: Final = 1 << 26
 """Codes of a segment; part of the format."""
 
 _Item = TypeVar("_Item", bound=np.generic)

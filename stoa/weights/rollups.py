@@ -18,6 +18,8 @@ LONGEST_SPAN: Final = 16
 """Longest roll-up between two versions, a power of two; only the one from the newest anchor may be longer."""
 ANCHOR_SPAN: Final = 4
 """Every this many versions there is a roll-up from the newest anchor."""
+MOST_BYTES: Final = 384 << 20
+"""Two inputs larger than this are not merged: it would take memory, and changes that large hardly cancel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +76,14 @@ class RollupBook:
         return [base for base in bases if self._path(base, version)]
 
     def make(self, base: int, version: int) -> Edge | None:
-        """Make the roll-up from `base` to `version`. None if what it is made of was forgotten meanwhile."""
+        """Make the roll-up from `base` to `version`. None if it is too large, or what it is made of was forgotten meanwhile."""
         path = self._path(base, version)
         if not path:
             return None
         made, *others = path
         for edge in others:
+            if made.path.stat().st_size + edge.path.stat().st_size > MOST_BYTES:
+                return None
             made = self._joined(made, edge)
         return made
 
