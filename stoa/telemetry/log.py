@@ -38,8 +38,8 @@ def configure(*, level: str = "info", json_lines: bool | None = None, **bound: o
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # the stderr of the moment: it may be replaced and closed
+        cache_logger_on_first_use=False,
     )
     logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr, force=True)
     structlog.contextvars.clear_contextvars()

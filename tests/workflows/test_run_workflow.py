@@ -88,7 +88,7 @@ async def test_steps_are_published_by_cadence_and_the_run_ends_stopped(skipping:
         result = await handle.result()
     assert [step for _, step in world.trained] == list(range(1, 11))
     # version 0 came with the lease; 2 is the anchor's and the checkpoint's turn; the last one is always saved
-    assert world.published == [(1, 4, False, False), (2, 8, True, True), (3, 10, False, True)]
+    assert world.published == [(1, 4, False, False), (2, 8, True, True), (3, 10, True, True)]
     assert (result.step, result.version, result.end_reason) == (10, 3, "all 10 steps are done")
     assert world.head_states[-1] == "stopped"
     assert world.released == 1
@@ -209,7 +209,7 @@ async def test_stop_publishes_and_saves_what_was_trained(skipping: WorkflowEnvir
         await handle.execute_update(names.STOP, Ask("enough"), result_type=RunStatus)
         result = await handle.result()
     assert (result.step, result.end_reason) == (6, "enough")
-    assert world.published[-1] == (2, 6, False, True)
+    assert world.published[-1] == (2, 6, True, True)
 
 
 async def test_alarm_pauses(skipping: WorkflowEnvironment) -> None:
