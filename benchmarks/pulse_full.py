@@ -206,6 +206,6 @@ def _rejoin(store: Store, scratch: Path, num_deltas: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     what, endpoint, name, scratch, num_deltas = sys.argv[1:]
-    store = Store(Bucket(endpoint=endpoint, name=name, head_interval_seconds=0.0), CREDENTIALS, patience_seconds=60.0)
+    store = Store(Bucket(endpoint=endpoint, name=name, head_interval_seconds=0.0), CREDENTIALS, patience_seconds=600.0)
     part = {"publish": _publish, "join": _join, "rejoin": _rejoin}[what]
     print(json.dumps(part(store, Path(scratch), int(num_deltas))))
