@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.loop.test_by_hand import SHORT, Desk
-from tests.servers import bucket_server
-from tests.unit.trainer_gpu.test_two_processes import free_port
+from tests.servers import bucket_server, free_ports
 
 RANKS = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
 LEARN = ["--set", "rollout.record_routing=true", "--set", "evaluation.every_versions=0", "--set", "learning.micro_batch_tokens=1024"]
@@ -27,7 +26,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def torchrun(desk: Desk, name: str) -> subprocess.Popen[bytes]:
-    return desk.start(name, sys.executable, *RANKS, "--master-port", str(free_port()), "-m", "trainer_gpu.worker")
+    return desk.start(name, sys.executable, *RANKS, "--master-port", str(free_ports(1)[0]), "-m", "trainer_gpu.worker")
 
 
 def events(log: Path) -> list[dict[str, object]]:

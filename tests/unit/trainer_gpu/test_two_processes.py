@@ -1,6 +1,5 @@
 """Two real processes over gloo against one: data parallel, and with the experts cut over them."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.servers import free_ports
 from tests.unit.trainer_gpu import checkpoints
 from tests.unit.trainer_gpu.two_processes import ROWS, row
 from trainer_gpu.convert import mlx_tensors
@@ -18,18 +18,9 @@ from trainer_gpu.parallel import build_optimizer
 ROOT = Path(__file__).parents[3]
 
 
-def free_port() -> int:
-    """A free loopback port in the lower half."""
-    for port in range(21000, 29000, 7):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
-    raise AssertionError("no free port")
-
-
 @pytest.mark.parametrize("expert", [1, 2], ids=["data parallel", "expert parallel"])
 def test_two_processes_take_the_step_of_one(expert: int, moe_folder: Path, tmp_path: Path) -> None:
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_ports(1)[0])]
     program = ["-m", "tests.unit.trainer_gpu.two_processes", str(moe_folder), str(tmp_path), str(expert)]
     done = subprocess.run([sys.executable, *launch, *program], cwd=ROOT, capture_output=True, text=True, timeout=55)
     assert done.returncode == 0, done.stderr[-3000:]

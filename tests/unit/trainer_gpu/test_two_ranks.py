@@ -20,10 +20,9 @@ from stoa.bucket.store import Store
 from stoa.config.run import RunConfig
 from stoa.contracts.messages import AcquireRequest, CheckpointRequest, StepRequest
 from stoa.weights.layout import layout_of
-from tests.servers import BucketServer
+from tests.servers import BucketServer, free_ports
 from tests.unit.trainer_gpu.player import POLICY, search
 from tests.unit.trainer_gpu.runs import Reports, config_of, head_of, ship_sweep, state_of
-from tests.unit.trainer_gpu.test_two_processes import free_port
 from trainer_gpu.checkpoint import Document, Identity, read_document, read_tensors
 from trainer_gpu.engine import TrainerEngine
 from trainer_gpu.policy import Policy
@@ -43,7 +42,7 @@ def start(store: Store, config: RunConfig) -> RunHandle:
 
 
 def launch(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_ports(1)[0])]
     command += ["-m", "tests.unit.trainer_gpu.two_ranks", *arguments]
     return subprocess.Popen(
         [sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -143,7 +142,7 @@ def test_two_ranks_train_save_restore_and_publish_as_one(expert: int, bucket_ser
 @pytest.mark.parametrize(("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)])
 def test_lost_rank_ends_the_others(victim: int, number: int) -> None:
     """Dead or frozen, while nothing is done: the other rank ends by itself, with the code planted for that."""
-    port = free_port()
+    (port,) = free_ports(1)
     ranks: list[subprocess.Popen[bytes]] = []
     for rank in (0, 1):
         told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
