@@ -13,13 +13,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 from activities.edge import run_engine
 from activities.fleet import signal_run
 from stoa.contracts import names
-from stoa.contracts.messages import (
-    EvaluationResult,
-    EvaluationStart,
-    HeldOutPart,
-    HeldOutRequest,
-    SummariseRequest,
-)
+from stoa.contracts.evaluation_messages import EvaluationResult, EvaluationStart, HeldOutPart, HeldOutRequest, SummariseRequest
 from stoa.contracts.ports import Evaluator, Progress
 
 

@@ -16,18 +16,10 @@ from temporalio.service import RPCError, RPCStatusCode
 from activities.edge import application_error, run_engine
 from stoa.contracts import names
 from stoa.contracts.errors import FormatError
+from stoa.contracts.evaluation_messages import ListMacsRequest, MacList
+from stoa.contracts.fleet_messages import FleetEvent, Grant, GrantRequest, Released, ReleaseRequest
 from stoa.contracts.ids import is_name
-from stoa.contracts.messages import (
-    FleetEvent,
-    Grant,
-    GrantRequest,
-    HeadStateRequest,
-    HeadStateResult,
-    ListMacsRequest,
-    MacList,
-    Released,
-    ReleaseRequest,
-)
+from stoa.contracts.messages import HeadStateRequest, HeadStateResult
 from stoa.contracts.ports import Granter, HeadKeeper, Progress
 
 NUM_GRANT_THREADS: Final = 64

@@ -4,7 +4,7 @@ from temporalio import activity
 
 from activities.edge import EngineThread
 from stoa.contracts import names
-from stoa.contracts.messages import SweepRequest, SweepResult
+from stoa.contracts.fleet_messages import SweepRequest, SweepResult
 from stoa.contracts.ports import RolloutEngine
 
 

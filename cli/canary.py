@@ -24,7 +24,8 @@ from stoa.bucket.store import Store
 from stoa.config.load import LOOPBACK_KEY, LOOPBACK_SECRET, Credentials, resolve_model_folder
 from stoa.config.run import Bucket, Gate, RunConfig
 from stoa.contracts.errors import MissingExtraError, StarvedError
-from stoa.contracts.messages import AcquireRequest, PublishRequest, StepRequest, SweepRequest
+from stoa.contracts.fleet_messages import SweepRequest
+from stoa.contracts.messages import AcquireRequest, PublishRequest, StepRequest
 from stoa.learning.gate import GateMode, drop_rates
 from stoa.learning.ledger import GrantRecord
 from stoa.learning.replay import flatness

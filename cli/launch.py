@@ -21,7 +21,8 @@ from stoa.bucket.store import Store
 from stoa.config.load import bucket_credentials, signing_seed
 from stoa.config.run import RunConfig
 from stoa.contracts.errors import CheckpointError, RunExistsError, RunMismatchError, SignatureError
-from stoa.contracts.messages import EvaluationPlan, RunInput, StopConditions
+from stoa.contracts.evaluation_messages import EvaluationPlan
+from stoa.contracts.messages import RunInput, StopConditions
 from stoa.weights.layout import Layout, layout_of
 
 _PATIENCE_SECONDS: Final = 5.0

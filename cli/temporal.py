@@ -27,7 +27,8 @@ from stoa.contracts.errors import (
     SetupMissingError,
     UsageError,
 )
-from stoa.contracts.messages import Ask, FleetEvent, FleetPage, FleetQuery, RunInput, RunResult, RunStatus, SessionStatus
+from stoa.contracts.fleet_messages import FleetEvent, FleetPage, FleetQuery, SessionStatus
+from stoa.contracts.messages import Ask, RunInput, RunResult, RunStatus
 
 CALL_SECONDS: Final = 10.0
 QUERY_SECONDS: Final = 4.0

@@ -19,7 +19,7 @@ from stoa.bucket.retention import Lease
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
 from stoa.contracts.errors import BucketError, ObjectMissingError, UsageError, WeightsError
-from stoa.contracts.messages import SessionStatus
+from stoa.contracts.fleet_messages import SessionStatus
 from stoa.weights.cache import Cache
 from stoa.weights.chain import Hop, Plan, plan
 from stoa.weights.container import MAX_INDEX_BYTES, decode_index

@@ -17,7 +17,7 @@ from stoa.bucket.evals import Mark, read_summary, write_summary
 from stoa.bucket.store import Store
 from stoa.config.run import RunConfig
 from stoa.contracts.errors import FormatError, GroupRefusedError, ObjectExistsError, UnknownNameError
-from stoa.contracts.messages import EvaluationResult, SummariseRequest
+from stoa.contracts.evaluation_messages import EvaluationResult, SummariseRequest
 from stoa.contracts.ports import Progress
 from stoa.rollouts.admit import Reason, check_episode, rescore_episode
 from stoa.rollouts.records import Group

@@ -18,7 +18,7 @@ from stoa.bucket.steps import StepManifest, lineage, read_drop_notes, read_step
 from stoa.bucket.store import Store
 from stoa.config.run import RunConfig
 from stoa.contracts.errors import FormatError, ObjectMissingError
-from stoa.contracts.messages import Grant, GrantRequest
+from stoa.contracts.fleet_messages import Grant, GrantRequest
 from stoa.contracts.ports import Progress
 from stoa.learning.ledger import AdmissionRule, Decision, Facts, GrantRecord, QuestionOrder, decide
 from trainer_gpu.grant_book import GrantBook

@@ -25,7 +25,7 @@ from stoa.bucket.head import Head
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
 from stoa.contracts.errors import InfrastructureFaultError, ServiceUnavailableError, StarvedError, StoaError, WrongStateError
-from stoa.contracts.messages import SweepRequest, SweepResult, SweepStatus
+from stoa.contracts.fleet_messages import SweepRequest, SweepResult, SweepStatus
 from stoa.contracts.ports import Progress
 from stoa.rollouts.records import Episode, Fingerprint, Group, Timings
 from stoa.rollouts.shard import encode_group

@@ -41,7 +41,7 @@ from stoa.contracts.errors import (
     StoaError,
     UsageError,
 )
-from stoa.contracts.messages import Goodbye, Hello, SessionInput
+from stoa.contracts.fleet_messages import Goodbye, Hello, SessionInput
 from stoa.telemetry import log as telemetry
 from worker_mac.guest import Guest
 from worker_mac.identity import Identity, pin_key, pinned_key, project_version

@@ -8,18 +8,9 @@ from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Final
 
-from stoa.contracts.messages import (
-    Acquired,
-    Checkpointed,
-    EvaluationResult,
-    FleetEvent,
-    HeadStateResult,
-    MacList,
-    Published,
-    Released,
-    RunInput,
-    StepResult,
-)
+from stoa.contracts.evaluation_messages import EvaluationResult, MacList
+from stoa.contracts.fleet_messages import FleetEvent, Released
+from stoa.contracts.messages import Acquired, Checkpointed, HeadStateResult, Published, RunInput, StepResult
 from workflows.plan import MAX_OPEN_EVALUATIONS, end_reason
 from workflows.state import Evaluation, Member, RunProgress
 

@@ -13,7 +13,7 @@ from temporalio.exceptions import ActivityError, ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from stoa.contracts import names
-    from stoa.contracts.messages import (
+    from stoa.contracts.evaluation_messages import (
         EvalPart,
         EvalPartDone,
         EvaluationInput,
@@ -22,9 +22,9 @@ with workflow.unsafe.imports_passed_through():
         HeldOutRequest,
         ListMacsRequest,
         MacList,
-        ReleaseRequest,
         SummariseRequest,
     )
+    from stoa.contracts.fleet_messages import ReleaseRequest
     from workflows import limits, parts
     from workflows.calls import call, failure_kind, failure_text
     from workflows.search import upsert

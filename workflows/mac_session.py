@@ -14,9 +14,8 @@ from temporalio.workflow import ActivityHandle
 
 with workflow.unsafe.imports_passed_through():
     from stoa.contracts import names
-    from stoa.contracts.messages import (
-        EvalPart,
-        EvalPartDone,
+    from stoa.contracts.evaluation_messages import EvalPart, EvalPartDone
+    from stoa.contracts.fleet_messages import (
         FleetEvent,
         Goodbye,
         Grant,

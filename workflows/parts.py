@@ -6,7 +6,7 @@ A part is counted once, however many Macs answer it; one whose Mac failed or fel
 from dataclasses import dataclass, replace
 from typing import Final
 
-from stoa.contracts.messages import EvalPartDone
+from stoa.contracts.evaluation_messages import EvalPartDone
 
 FAULT_COOL_SECONDS: Final = 5.0
 """Times the number of its faults: how long a Mac that failed is passed over."""

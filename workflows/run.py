@@ -16,26 +16,18 @@ from temporalio.workflow import ActivityHandle
 
 with workflow.unsafe.imports_passed_through():
     from stoa.contracts import names
+    from stoa.contracts.evaluation_messages import EvaluationInput, EvaluationResult, EvaluationStart, ListMacsRequest, MacList
+    from stoa.contracts.fleet_messages import FleetEvent, FleetPage, FleetQuery, Released, ReleaseRequest
     from stoa.contracts.messages import (
         Acquired,
         AcquireRequest,
         Ask,
         Checkpointed,
         CheckpointRequest,
-        EvaluationInput,
-        EvaluationResult,
-        EvaluationStart,
-        FleetEvent,
-        FleetPage,
-        FleetQuery,
         HeadStateRequest,
         HeadStateResult,
-        ListMacsRequest,
-        MacList,
         Published,
         PublishRequest,
-        Released,
-        ReleaseRequest,
         RunInput,
         RunResult,
         RunStatus,

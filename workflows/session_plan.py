@@ -6,7 +6,7 @@ Who is live, what a lost or failed sweep means, how long to hold. Nothing is awa
 from dataclasses import replace
 from typing import Final
 
-from stoa.contracts.messages import Goodbye, Grant, Hello, SessionInput, SessionStatus, SweepResult
+from stoa.contracts.fleet_messages import Goodbye, Grant, Hello, SessionInput, SessionStatus, SweepResult
 from workflows.state import SessionProgress, Totals
 
 MAX_BACKOFF_SECONDS: Final = 300.0

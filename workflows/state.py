@@ -11,7 +11,9 @@ from typing import Literal, TypeVar
 
 from temporalio.converter import value_to_type
 
-from stoa.contracts.messages import EvaluationResult, RunInput, RunState, SessionInput, SessionState
+from stoa.contracts.evaluation_messages import EvaluationResult
+from stoa.contracts.fleet_messages import SessionInput, SessionState
+from stoa.contracts.messages import RunInput, RunState
 
 Role = Literal["first", "every", "last"]
 Carried = TypeVar("Carried")

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from cli.report.record import RunRecord
 from cli.say import bytes_text, time_text
-from stoa.contracts.messages import SessionStatus
+from stoa.contracts.fleet_messages import SessionStatus
 
 _BARS: Final = " .:-=+*#%@"
 """Heights of the little curve of rewards; ASCII, so that every terminal has them."""

@@ -20,7 +20,9 @@ from stoa.bucket.run_document import RunDocument
 from stoa.bucket.steps import StepManifest, lineage
 from stoa.bucket.store import Store
 from stoa.contracts.errors import ObjectMissingError, RunMissingError, ServiceError
-from stoa.contracts.messages import EvaluationResult, RunStatus, SessionStatus
+from stoa.contracts.evaluation_messages import EvaluationResult
+from stoa.contracts.fleet_messages import SessionStatus
+from stoa.contracts.messages import RunStatus
 
 _ENDED: Final = ("stopped", "failed")
 _NOT_YET: Final = "waiting for the trainer's control process to start"

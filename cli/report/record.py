@@ -6,7 +6,8 @@ Only shapes: `collect.py` fills them from the bucket and the sessions, `summary.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stoa.contracts.messages import EvaluationResult, SessionStatus
+from stoa.contracts.evaluation_messages import EvaluationResult
+from stoa.contracts.fleet_messages import SessionStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from typing import Final
 
 from cli.audit import Audit, audit
 from cli.report.record import RunRecord, StepRow
-from stoa.contracts.messages import EvaluationResult, SessionStatus
+from stoa.contracts.evaluation_messages import EvaluationResult
+from stoa.contracts.fleet_messages import SessionStatus
 
 STEADY_FROM_VERSION: Final = 2
 """Idle shares are measured from the steps on this version on: before it processes start and the first groups arrive."""

@@ -14,7 +14,7 @@ from stoa.bucket import keys
 from stoa.bucket.manifest import canonical, parse_canonical, validate
 from stoa.bucket.store import Store
 from stoa.contracts.errors import FormatError
-from stoa.contracts.messages import EvaluationResult
+from stoa.contracts.evaluation_messages import EvaluationResult
 
 SUMMARY_FORMAT: Final = "stoa-evaluation-1"
 _MAX_BYTES: Final = 16 << 20

@@ -6,23 +6,19 @@ methods are synchronous, run on one engine thread, and raise errors of `stoa.con
 
 from typing import Protocol
 
+from stoa.contracts.evaluation_messages import EvaluationResult, SummariseRequest
+from stoa.contracts.fleet_messages import Grant, GrantRequest, SweepRequest, SweepResult
 from stoa.contracts.messages import (
     Acquired,
     AcquireRequest,
     Checkpointed,
     CheckpointRequest,
-    EvaluationResult,
-    Grant,
-    GrantRequest,
     HeadStateRequest,
     HeadStateResult,
     Published,
     PublishRequest,
     StepRequest,
     StepResult,
-    SummariseRequest,
-    SweepRequest,
-    SweepResult,
 )
 
 

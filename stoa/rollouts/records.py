@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from stoa.contracts.messages import Purpose
+from stoa.contracts.fleet_messages import Purpose
 
 StopReason = Literal["answered", "malformed", "turn_limit", "token_limit", "call_limit"]
 """Why an episode ended; all are the policy's own doing. Infrastructure faults make no episode."""

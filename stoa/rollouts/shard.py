@@ -35,7 +35,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from stoa.bucket.manifest import canonical, parse_canonical, validate
 from stoa.contracts.errors import FormatError
-from stoa.contracts.messages import Purpose
+from stoa.contracts.fleet_messages import Purpose
 from stoa.rollouts.records import Episode, Fingerprint, Group, StopReason, Timings, Turn
 
 GROUP_FORMAT: Final = "stoa-group-1"

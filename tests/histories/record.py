@@ -15,18 +15,9 @@ from temporalio.exceptions import ApplicationError
 
 from activities.connection import connect
 from stoa.contracts import names
-from stoa.contracts.messages import (
-    Ask,
-    EvaluationPlan,
-    Hello,
-    RunStatus,
-    SessionStatus,
-    StepRequest,
-    StepResult,
-    StopConditions,
-    SweepRequest,
-    SweepResult,
-)
+from stoa.contracts.evaluation_messages import EvaluationPlan
+from stoa.contracts.fleet_messages import Hello, SessionStatus, SweepRequest, SweepResult
+from stoa.contracts.messages import Ask, RunStatus, StepRequest, StepResult, StopConditions
 from tests.servers import temporal_server
 from tests.workflows.test_mac_session import given, only, session, stop
 from tests.workflows.test_mac_session import until as until_session

@@ -11,7 +11,8 @@ from environments.base import Environment, Limits, Outcome, Reply
 from stoa.bucket import keys
 from stoa.bucket.steps import read_step
 from stoa.bucket.store import Store
-from stoa.contracts.messages import AcquireRequest, StepRequest, SweepRequest, SweepResult
+from stoa.contracts.fleet_messages import SweepRequest, SweepResult
+from stoa.contracts.messages import AcquireRequest, StepRequest
 from stoa.learning.ledger import GrantRecord
 from tests.unit.trainer_gpu.player import POLICY
 from tests.unit.trainer_gpu.runs import Reports, config_of, start_run

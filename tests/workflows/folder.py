@@ -14,23 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from stoa.contracts.errors import FencedError, LostStateError
+from stoa.contracts.evaluation_messages import EvaluationResult, SummariseRequest
+from stoa.contracts.fleet_messages import Grant, GrantRequest, SweepRequest, SweepResult
 from stoa.contracts.messages import (
     Acquired,
     AcquireRequest,
     Checkpointed,
     CheckpointRequest,
-    EvaluationResult,
-    Grant,
-    GrantRequest,
     HeadStateRequest,
     HeadStateResult,
     Published,
     PublishRequest,
     StepRequest,
     StepResult,
-    SummariseRequest,
-    SweepRequest,
-    SweepResult,
 )
 from stoa.contracts.names import lease_queue
 from stoa.contracts.ports import Progress

@@ -19,7 +19,8 @@ from activities.fleet import FleetActivities, GrantActivities
 from activities.rollout import RolloutActivities
 from activities.train import TrainActivities, acquire_worker, lease_worker
 from stoa.contracts import names
-from stoa.contracts.messages import Acquired, Hello, SessionInput
+from stoa.contracts.fleet_messages import Hello, SessionInput
+from stoa.contracts.messages import Acquired
 from tests.workflows.folder import Folder, FolderExaminer, FolderGranter, FolderKeeper, FolderMac, FolderTrainer
 from workflows.evaluation import EvaluationWorkflow
 from workflows.mac_session import MacSessionWorkflow

@@ -10,7 +10,9 @@ import pytest
 from temporalio.client import Client
 
 from stoa.contracts import names
-from stoa.contracts.messages import EvaluationPlan, RunInput, RunResult, RunStatus, SessionStatus, StopConditions
+from stoa.contracts.evaluation_messages import EvaluationPlan
+from stoa.contracts.fleet_messages import SessionStatus
+from stoa.contracts.messages import RunInput, RunResult, RunStatus, StopConditions
 from tests.workflows.folder import Folder
 from tests.workflows.stub_worker import HEARTBEAT_SECONDS
 from tests.workflows.test_faults import Processes, audit, processes, until  # noqa: F401 - a fixture

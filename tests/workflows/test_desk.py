@@ -15,21 +15,15 @@ from activities.evaluate import EvaluationActivities
 from activities.fleet import FleetActivities, GrantActivities
 from stoa.contracts import names
 from stoa.contracts.errors import UnknownNameError
-from stoa.contracts.messages import (
+from stoa.contracts.evaluation_messages import (
     EvaluationInput,
     EvaluationResult,
     EvaluationStart,
-    FleetEvent,
-    Grant,
-    GrantRequest,
-    Hello,
     ListMacsRequest,
     MacList,
-    ReleaseRequest,
-    SessionInput,
-    SessionStatus,
     SummariseRequest,
 )
+from stoa.contracts.fleet_messages import FleetEvent, Grant, GrantRequest, Hello, ReleaseRequest, SessionInput, SessionStatus
 from stoa.contracts.ports import Progress
 from tests.workflows.test_mac_session import only
 from tests.workflows.test_on_server import Fleet

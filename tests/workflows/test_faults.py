@@ -16,7 +16,9 @@ from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from temporalio.client import Client, WorkflowHandle
 
 from stoa.contracts import names
-from stoa.contracts.messages import Ask, EvaluationPlan, RunInput, RunResult, RunStatus, SessionStatus, StopConditions
+from stoa.contracts.evaluation_messages import EvaluationPlan
+from stoa.contracts.fleet_messages import SessionStatus
+from stoa.contracts.messages import Ask, RunInput, RunResult, RunStatus, StopConditions
 from tests.servers import TemporalServer
 from tests.workflows.folder import Folder
 from tests.workflows.stub_worker import HEARTBEAT_SECONDS

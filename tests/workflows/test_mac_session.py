@@ -15,9 +15,8 @@ from temporalio.testing import WorkflowEnvironment
 
 from activities.connection import make_worker
 from stoa.contracts import names
-from stoa.contracts.messages import (
-    EvalPart,
-    EvalPartDone,
+from stoa.contracts.evaluation_messages import EvalPart, EvalPartDone
+from stoa.contracts.fleet_messages import (
     Goodbye,
     Grant,
     GrantRequest,

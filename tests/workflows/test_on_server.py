@@ -10,15 +10,9 @@ from temporalio.exceptions import ApplicationError
 
 from activities.connection import make_worker
 from stoa.contracts import names
-from stoa.contracts.messages import (
-    EvaluationInput,
-    EvaluationResult,
-    Hello,
-    SessionInput,
-    StopConditions,
-    SweepRequest,
-    SweepResult,
-)
+from stoa.contracts.evaluation_messages import EvaluationInput, EvaluationResult
+from stoa.contracts.fleet_messages import Hello, SessionInput, SweepRequest, SweepResult
+from stoa.contracts.messages import StopConditions
 from tests.workflows.test_mac_session import given, only, session, stop
 from tests.workflows.test_mac_session import until as until_session
 from tests.workflows.test_run_workflow import rules, running, until

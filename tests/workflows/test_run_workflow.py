@@ -13,17 +13,9 @@ from temporalio.worker import Worker
 
 from activities.connection import make_worker
 from stoa.contracts import names
-from stoa.contracts.messages import (
-    Ask,
-    EvaluationPlan,
-    FleetEvent,
-    FleetQuery,
-    RunInput,
-    RunResult,
-    RunStatus,
-    StepResult,
-    StopConditions,
-)
+from stoa.contracts.evaluation_messages import EvaluationPlan
+from stoa.contracts.fleet_messages import FleetEvent, FleetQuery
+from stoa.contracts.messages import Ask, RunInput, RunResult, RunStatus, StepResult, StopConditions
 from tests.workflows.world import World, error, scored
 from workflows.run import RunWorkflow
 

@@ -14,31 +14,27 @@ from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 
 from stoa.contracts import names
+from stoa.contracts.evaluation_messages import (
+    EvaluationResult,
+    EvaluationStart,
+    HeldOutPart,
+    HeldOutRequest,
+    ListMacsRequest,
+    MacList,
+    SummariseRequest,
+)
+from stoa.contracts.fleet_messages import FleetEvent, Grant, GrantRequest, Released, ReleaseRequest, SweepRequest, SweepResult
 from stoa.contracts.messages import (
     Acquired,
     AcquireRequest,
     Checkpointed,
     CheckpointRequest,
-    EvaluationResult,
-    EvaluationStart,
-    FleetEvent,
-    Grant,
-    GrantRequest,
     HeadStateRequest,
     HeadStateResult,
-    HeldOutPart,
-    HeldOutRequest,
-    ListMacsRequest,
-    MacList,
     Published,
     PublishRequest,
-    Released,
-    ReleaseRequest,
     StepRequest,
     StepResult,
-    SummariseRequest,
-    SweepRequest,
-    SweepResult,
 )
 
 

@@ -20,7 +20,8 @@ from activities.connection import (
 from activities.fleet import page
 from stoa.contracts import names
 from stoa.contracts.errors import MessageTooLargeError, ServiceUnavailableError, SetupMissingError, StoaError
-from stoa.contracts.messages import EvalPart, EvaluationPlan, ListMacsRequest, MacList, RunInput, StopConditions
+from stoa.contracts.evaluation_messages import EvalPart, EvaluationPlan, ListMacsRequest, MacList
+from stoa.contracts.messages import RunInput, StopConditions
 from tests.servers import TemporalServer, free_ports
 
 NOWHERE = f"127.0.0.1:{free_ports(1)[0]}"

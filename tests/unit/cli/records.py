@@ -1,7 +1,8 @@
 """Hand-made rows of a run for tests of the audit, the summary and the report."""
 
 from cli.report.record import HostShare, RunFacts, RunRecord, StepRow, VersionRow
-from stoa.contracts.messages import EvaluationResult, SessionStatus
+from stoa.contracts.evaluation_messages import EvaluationResult
+from stoa.contracts.fleet_messages import SessionStatus
 
 
 def step(number: int, *, version: int = 0, consumed: tuple[str, ...] = (), epoch: int = 1001, **changes: object) -> StepRow:

@@ -113,7 +113,7 @@ def test_run_that_is_not_there_or_has_no_version_is_told(small: SmallRun, store,
 
 def test_gc_keeps_what_a_live_mac_goes_on_from_and_not_what_one_that_left_did(small: SmallRun):
     from cli.weights import collect
-    from stoa.contracts.messages import SessionStatus
+    from stoa.contracts.fleet_messages import SessionStatus
 
     small.publish_many(8, anchor_every=4)
     live, ended = SessionStatus("mac-1", "away", 3, 2), SessionStatus("mac-2", "ended", 3, 2)

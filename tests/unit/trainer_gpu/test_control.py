@@ -22,19 +22,9 @@ from stoa.bucket.run_document import claim_run, new_run, upload_model_files
 from stoa.bucket.store import Store
 from stoa.config.run import RunConfig
 from stoa.contracts import names
-from stoa.contracts.messages import (
-    Ask,
-    EvaluationPlan,
-    Hello,
-    RunInput,
-    RunResult,
-    RunStatus,
-    SessionInput,
-    SessionStatus,
-    StopConditions,
-    SweepRequest,
-    SweepResult,
-)
+from stoa.contracts.evaluation_messages import EvaluationPlan
+from stoa.contracts.fleet_messages import Hello, SessionInput, SessionStatus, SweepRequest, SweepResult
+from stoa.contracts.messages import Ask, RunInput, RunResult, RunStatus, StopConditions
 from stoa.weights.layout import layout_of
 from tests.servers import CREDENTIALS, TemporalServer
 from tests.unit.trainer_gpu.player import POLICY

@@ -10,7 +10,7 @@ from stoa.bucket.evals import all_summaries, read_summary
 from stoa.bucket.store import Store
 from stoa.chat.render import ChatRenderer
 from stoa.contracts.errors import FormatError, GroupRefusedError
-from stoa.contracts.messages import SummariseRequest
+from stoa.contracts.evaluation_messages import SummariseRequest
 from stoa.rollouts.records import Episode, Fingerprint, Group, Turn
 from stoa.rollouts.shard import encode_group
 from tests.unit.trainer_gpu.player import POLICY, search, vocab_size

@@ -9,7 +9,7 @@ from stoa.bucket.head import HeadWriter
 from stoa.bucket.steps import STEP_FORMAT, Dropped, StepManifest, write_drop_note, write_step
 from stoa.bucket.store import Store
 from stoa.contracts.errors import FormatError
-from stoa.contracts.messages import Grant, GrantRequest
+from stoa.contracts.fleet_messages import Grant, GrantRequest
 from tests.unit.trainer_gpu.runs import Reports, config_of, start_run
 from trainer_gpu.desk import StateKeeper
 from trainer_gpu.grants import GrantKeeper

@@ -11,7 +11,7 @@ from stoa.bucket.manifest import Signer
 from stoa.bucket.run_document import RunDocument, claim_run, new_run, upload_model_files
 from stoa.bucket.store import Store
 from stoa.config.run import Bucket, Learning, Rollout, RunConfig, Timeouts
-from stoa.contracts.messages import SweepRequest
+from stoa.contracts.fleet_messages import SweepRequest
 from stoa.weights.layout import layout_of
 from stoa.weights.sync import Publisher
 from tests.unit.worker_mac.policies import TINY

@@ -13,7 +13,7 @@ from environments.base import Limits, Reply
 from stoa.bucket import keys
 from stoa.bucket.store import Store
 from stoa.contracts.errors import InfrastructureFaultError, ObjectMissingError, StarvedError
-from stoa.contracts.messages import SweepRequest, SweepResult
+from stoa.contracts.fleet_messages import SweepRequest, SweepResult
 from stoa.rollouts.records import Group
 from stoa.rollouts.shard import MAX_GROUP_BYTES, decode_group
 from tests.unit.worker_mac.publishing import Publishing, Quiet, train_request

@@ -20,7 +20,7 @@ from stoa.bucket.store import Store
 from stoa.config.load import PROJECT_ROOT
 from stoa.contracts import names
 from stoa.contracts.errors import ConfigError, MissingExtraError, WorkerLockedError
-from stoa.contracts.messages import FleetEvent, Grant, GrantRequest, SessionStatus
+from stoa.contracts.fleet_messages import FleetEvent, Grant, GrantRequest, SessionStatus
 from stoa.rollouts.shard import MAX_GROUP_BYTES, decode_group
 from tests.unit.worker_mac.publishing import Publishing
 from worker_mac.identity import Identity, pin_key, pinned_key

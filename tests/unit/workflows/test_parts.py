@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoa.contracts.messages import EvalPartDone
+from stoa.contracts.evaluation_messages import EvalPartDone
 from workflows.parts import Deal, Handed, expire, hand, next_handings, on_answer
 
 

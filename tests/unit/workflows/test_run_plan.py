@@ -6,20 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoa.contracts.messages import (
-    Acquired,
-    Checkpointed,
-    EvaluationPlan,
-    EvaluationResult,
-    FleetEvent,
-    HeadStateResult,
-    MacList,
-    Published,
-    Released,
-    RunInput,
-    StepResult,
-    StopConditions,
-)
+from stoa.contracts.evaluation_messages import EvaluationPlan, EvaluationResult, MacList
+from stoa.contracts.fleet_messages import FleetEvent, Released
+from stoa.contracts.messages import Acquired, Checkpointed, HeadStateResult, Published, RunInput, StepResult, StopConditions
 from workflows import plan
 from workflows.apply import Asked, DeskFailed, EvaluationLost, EvaluationOpened, Event, TrainerFailed, VersionPublished, apply
 from workflows.state import RunProgress, dump, first_run_progress

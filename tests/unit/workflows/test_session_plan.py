@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoa.contracts.messages import Goodbye, Grant, Hello, SessionInput, SweepResult
+from stoa.contracts.fleet_messages import Goodbye, Grant, Hello, SessionInput, SweepResult
 from workflows import session_plan as plan
 from workflows.state import SessionProgress, dump, first_session_progress
 

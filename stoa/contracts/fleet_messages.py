@@ -1,0 +1,193 @@
+"""Frozen dataclasses that cross Temporal: what Macs, their sessions and the run say to each other.
+
+The rules of `messages.py` hold here too: standard-library types, small fields, new ones with defaults.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stoa.contracts.messages import RunState
+
+Purpose = Literal["train", "eval"]
+SweepStatus = Literal["done", "partial", "draining", "paused", "stopped"]
+SessionState = Literal["live", "away", "ended"]
+
+
+@dataclass(frozen=True)
+class GrantRequest:
+    """A session asks what its Mac may generate next. The same (host, sweep) always gets the same grant."""
+
+    run: str
+    host: str
+    sweep: int
+    num_groups: int
+    wait_seconds: float = 10.0
+    ended_before: int = 0
+    """Sweeps of this host with a lower number are over: groups they did not bring are lost."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a sweep generates: one question a group. Empty `question_ids` means wait, for `reason`."""
+
+    run: str
+    host: str
+    sweep: int
+    question_ids: tuple[str, ...]
+    min_version: int = 0
+    reason: str = ""
+    run_state: RunState = "running"
+    newest_sweep: int = -1
+    """Set when `sweep` is long over: the sweep to go on with. A session that was started anew asks from 0."""
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """One sweep: `train` has one question a group of `group_size`; `eval` one episode a question on a pinned version."""
+
+    run: str
+    host: str
+    sweep: int
+    purpose: Purpose
+    question_ids: tuple[str, ...]
+    group_size: int
+    min_version: int = 0
+    version: int = -1
+    """Pinned version of an evaluation; -1: the newest."""
+    evaluation: str = ""
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What a sweep did; keys of its objects are implied by host and sweep, so only counts and times pass here."""
+
+    status: SweepStatus
+    sweep: int
+    purpose: Purpose = "train"
+    version: int = -1
+    num_groups: int = 0
+    num_episodes: int = 0
+    num_sampled_tokens: int = 0
+    num_prompt_tokens: int = 0
+    reward_mean: float = 0.0
+    decode_seconds: float = 0.0
+    pull_seconds: float = 0.0
+    pull_latency_seconds: float = 0.0
+    """From HEAD.published_at of the version to serving it."""
+    apply_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    """Since the end of the previous sweep on this Mac."""
+    bytes_up: int = 0
+    bytes_down: int = 0
+    keys: tuple[str, ...] = ()
+    """Only for evaluations, at most a few keys."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class SessionInput:
+    """Input of MacSessionWorkflow; the counters are carried when it continues as new."""
+
+    run: str
+    host: str
+    groups: int = 8
+    group_size: int = 8
+    sweep_timeout_seconds: float = 900.0
+    heartbeat_seconds: float = 30.0
+    away_expiry_seconds: float = 1800.0
+    place: str = ""
+    next_sweep: int = 0
+    nonce: str = ""
+    totals: str = ""
+    """JSON of the carried state and totals (see `workflows.state`)."""
+    continue_after_events: int = 2000
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A Mac says it is here. `nonce` is its worker's start's; another one waits until the first is away or silent."""
+
+    host: str
+    nonce: str
+    build: str = ""
+    reason: str = "start"
+
+
+@dataclass(frozen=True)
+class Goodbye:
+    """A Mac says it leaves."""
+
+    host: str
+    nonce: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class FleetEvent:
+    """A session tells the run that its Mac joined or left."""
+
+    run: str
+    host: str
+    session: str
+    event: Literal["joined", "left"]
+    sweep: int = 0
+    reason: str = ""
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class SessionStatus:
+    """Answer of a session's query: state and totals since it began."""
+
+    host: str
+    state: SessionState
+    sweep: int
+    version: int
+    reason: str = ""
+    place: str = ""
+    num_sweeps: int = 0
+    num_groups: int = 0
+    num_episodes: int = 0
+    num_sampled_tokens: int = 0
+    decode_seconds: float = 0.0
+    pull_seconds: float = 0.0
+    pull_latency_seconds_last: float = 0.0
+    apply_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    join_seconds: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    num_redone: int = 0
+
+
+@dataclass(frozen=True)
+class ReleaseRequest:
+    """Tell sessions and evaluations that the run has ended; also the argument of the signal they get."""
+
+    run: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Released:
+    """How many sessions and evaluations were told that the run has ended."""
+
+    num_released: int = 0
+
+
+@dataclass(frozen=True)
+class FleetPage:
+    """Answer of RunWorkflow's fleet query: one page of members."""
+
+    members: tuple[FleetEvent, ...] = ()
+    num_macs: int = 0
+    next_host: str = ""
+
+
+@dataclass(frozen=True)
+class FleetQuery:
+    """Page of the fleet after `after_host`."""
+
+    after_host: str = ""
+    limit: int = 50
