@@ -2,27 +2,24 @@
 
 Each method is one activity and does nothing on its own between calls. What it did is in the bucket before it returns,
 so a lost reply or a new process loses at most the steps since the last swap of HEAD, whose groups come back. Steps are
-`step.py`'s, groups `intake.py`'s, documents the bucket's. All methods run on one thread.
+`step.py`'s, groups `intake.py`'s, what is held between calls `lease.py`'s. All methods run on one thread.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
 from stoa.bucket import keys
-from stoa.bucket.head import Head, HeadWriter, Reset
-from stoa.bucket.steps import STEP_FORMAT, Dropped, HostCounts, StepManifest, write_drop_note, write_step
+from stoa.bucket.steps import write_step
 from stoa.contracts import names
 from stoa.contracts.errors import (
     FencedError,
     LostStateError,
-    ObjectMissingError,
-    ReplayedError,
     ServiceUnavailableError,
     StoaError,
     UsageError,
@@ -38,67 +35,21 @@ from stoa.contracts.messages import (
     StepResult,
 )
 from stoa.contracts.ports import Progress
-from stoa.learning.ledger import next_position
 from stoa.weights.publisher import Prepared
-from trainer_gpu.alarms import AlarmBook
-from trainer_gpu.checkpoint import (
-    Facts,
-    Identity,
-    Saved,
-    capture_rng,
-    prune_checkpoints,
-    read_document,
-    save_checkpoint,
-)
 from trainer_gpu.crew import Build, Lead, alone
 from trainer_gpu.grant_book import GrantBook
-from trainer_gpu.intake import LATE_VERSIONS, Intake, Starved, Taken
-from trainer_gpu.metrics import drop_metrics, mismatch
+from trainer_gpu.intake import LATE_VERSIONS, Starved, Taken
+from trainer_gpu.lease import Lease, take_lease
+from trainer_gpu.metrics import drop_metrics
 from trainer_gpu.policy import Policy
-from trainer_gpu.publish import VersionPublisher
-from trainer_gpu.referee import Referee, rules_of
 from trainer_gpu.run_handle import RunHandle
-from trainer_gpu.step import StepOutcome
-from trainer_gpu.versions import KnownVersions
-
-MAX_ATTEMPTS = 999
-TAKE_AFTER_SECONDS = 0.5
-"""How long an acquisition waits for word that it is no longer wanted, before it fences the present holder."""
+from trainer_gpu.savepoint import Savepoint
+from trainer_gpu.step_record import manifest_of
 
 CLOSE_SECONDS = 60.0
 """How long the version in flight is waited for when the process ends."""
 
 log = structlog.get_logger()
-
-
-def next_token(lease_number: int, attempt: int, head_epoch: int) -> int:
-    """The fencing token of a new lease: above every one before it, also when the workflow's count went back by a reset.
-
-    lease_number: the workflow's; attempt: of the activity, from 1; head_epoch: token in HEAD, 0 before the first.
-    Raises UsageError when the attempts of one lease are used up: their tokens would run into the next lease's.
-    """
-    if not 1 <= attempt <= MAX_ATTEMPTS:
-        raise UsageError(f"attempt {attempt} to take the run: at most {MAX_ATTEMPTS} fit one lease", hint="reset the run's workflow")
-    return max(lease_number, head_epoch // 1000 + 1) * 1000 + attempt
-
-
-@dataclass(slots=True)
-class _Lease:
-    """What this process knows of the run while it holds it."""
-
-    token: int
-    writer: HeadWriter
-    publisher: VersionPublisher
-    intake: Intake
-    versions: KnownVersions
-    alarms: AlarmBook
-    version: int
-    step: int
-    step_manifest_key: str
-    settled: set[str]
-    num_notes: int = 0
-    last_step: StepResult | None = None
-    last_published: Published | None = None
 
 
 class TrainerEngine:
@@ -109,10 +60,11 @@ class TrainerEngine:
         self._lead = lead
         self._on_lease = on_lease
         self._policy: Policy | None = None
-        self._lease: _Lease | None = None
+        self._lease: Lease | None = None
         self._progress: Progress | None = None
         self._thread_id = 0
         self._grants = GrantBook(handle.store, handle.run)
+        self._savepoint = Savepoint(handle, self._grants)
         handle.store.on_retry = self._on_retry
 
     def prepare(self) -> Policy:
@@ -131,13 +83,13 @@ class TrainerEngine:
         with self._working(request.run, progress):
             self._drop_lease()
             policy = self._built(progress)
-            lease, head = self._take(request, attempt, policy, progress)
+            lease, head = take_lease(self._handle, policy, self._grants, request, attempt, progress)
             self._lease = lease
             progress.report("publishing the present weights")
             # A trainer that is killed often must not leave the newest anchor ever further behind.
             late = head.version + 1 - lease.publisher.anchor_version >= self._handle.config.publish.anchor_every_versions
             late = late or head.version < 0
-            key = None if head.checkpoint_key else self._prove_path(lease, policy, progress)
+            key = None if head.checkpoint_key else self._savepoint.prove(lease, policy, progress)
             self._publish(lease, policy, anchor=late, announce=False, checkpoint_key=key, progress=progress)
             self._arrive(lease, progress)
             lease.intake.start()
@@ -181,7 +133,7 @@ class TrainerEngine:
             if last is not None and last.step == request.step and bool(last.anchor_bytes) >= request.anchor:
                 return last
             policy = self._built(progress)
-            saved = self._save(lease, policy, progress) if request.checkpoint else None
+            saved = self._savepoint.save(lease, policy, progress) if request.checkpoint else None
             key = saved.key if saved else None
             return self._publish(lease, policy, anchor=request.anchor, announce=request.announce, checkpoint_key=key, progress=progress)
 
@@ -191,9 +143,9 @@ class TrainerEngine:
             lease = self._held(request.token)
             self._check_step(lease, request.step)
             self._arrive(lease, progress)
-            saved = self._save(lease, self._built(progress), progress)
+            saved = self._savepoint.save(lease, self._built(progress), progress)
             lease.writer.swap(lease.token, step=lease.step, step_manifest_key=lease.step_manifest_key, checkpoint_key=saved.key)
-            self._prune(lease, saved.key)
+            self._savepoint.prune(lease, saved.key)
             return Checkpointed(lease.step, saved.key, saved.num_bytes)
 
     def close(self) -> None:
@@ -202,63 +154,7 @@ class TrainerEngine:
             self._lease.intake.close()
             self._lease.publisher.close(CLOSE_SECONDS)
 
-    def _take(self, request: AcquireRequest, attempt: int, policy: Policy, progress: Progress) -> tuple[_Lease, Head]:
-        """Swap HEAD to a new token, then load what HEAD names. Only the swap decides who holds the run."""
-        handle, config = self._handle, self._handle.config
-        writer = HeadWriter(
-            handle.store, handle.run, handle.signer, owner=handle.owner, interval_seconds=config.bucket.head_interval_seconds
-        )
-        try:
-            before, _ = writer.read()
-        except ObjectMissingError:
-            before = None
-        version = before.version if before else -1
-        if version < request.min_version:
-            raise ReplayedError(
-                f"HEAD of run {handle.run} is at version {version}, the run published version {request.min_version}",
-                hint=f"somebody put an old HEAD back: put the newest one back, then `stoa resume {handle.run}`",
-            )
-        key = before.checkpoint_key if before else ""
-        document = read_document(handle.store, key, self._identity(policy), handle.signer.public_key) if key else None
-        facts = document.facts if document else Facts(0, 0, -1, "", ())
-        # A task handed to a frozen process may long be another's: the answer to its first heartbeat tells.
-        deadline = time.monotonic() + TAKE_AFTER_SECONDS
-        while not progress.cancelled and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if progress.cancelled:
-            raise ServiceUnavailableError("asked to give up before the run was taken")
-        token = next_token(request.lease_number, attempt, before.epoch if before else 0)
-        head = writer.acquire(token, Reset(key, facts.step, facts.step_manifest_key))
-        progress.report(f"took lease {token}; loading step {facts.step}")
-        if document is None:
-            policy.load_base()
-        else:
-            policy.restore_parts(handle.store, document.parts, facts.rng, on_part=lambda name: progress.report(f"loading {name}"))
-        versions = KnownVersions(handle.store, handle.run, handle.signer.public_key, window=config.learning.max_staleness_hard)
-        versions.follow(head, head.version - config.learning.max_staleness_hard)
-        publisher = VersionPublisher(handle)
-        progress.report(f"loading version {head.version} as published")
-        publisher.load_published(head)
-        intake = self._intake(policy, versions, facts, token)
-        alarms = AlarmBook.of_run(config.alarms, handle.store, head)
-        step_key, settled = facts.step_manifest_key, set(facts.settled)
-        return _Lease(token, writer, publisher, intake, versions, alarms, head.version, facts.step, step_key, settled), head
-
-    def _intake(self, policy: Policy, versions: KnownVersions, facts: Facts, token: int) -> Intake:
-        handle, config = self._handle, self._handle.config
-        vocab_size = policy.config.vocab_size
-        routing = policy.routing if config.rollout.record_routing else None
-        rules = rules_of(config, handle.environment, vocab_size, versions.state_of, self._grants.question_of, routing)
-
-        def note(dropped: Sequence[Dropped]) -> None:
-            lease = self._lease
-            if lease is not None and lease.token == token:
-                write_drop_note(handle.store, handle.run, token, lease.num_notes, dropped)
-                lease.num_notes += 1
-
-        return Intake(handle.store, rules, Referee(handle.environment), versions, config.learning, settled=facts.settled, note=note)
-
-    def _train(self, lease: _Lease, step: int, taken: Taken, progress: Progress) -> StepResult:
+    def _train(self, lease: Lease, step: int, taken: Taken, progress: Progress) -> StepResult:
         """One optimizer step and its manifest. If the manifest cannot be written, memory is ahead of the bucket: lost."""
         config, policy = self._handle.config, self._built(progress)
         started = time.time()
@@ -277,7 +173,7 @@ class TrainerEngine:
         metrics = {**outcome.metrics, **drop_metrics(taken.dropped, taken.refused, len(taken.groups))}
         alarms = lease.alarms.ring(metrics)
         outcome = replace(outcome, metrics={**metrics, **alarms.metrics})
-        manifest = self._manifest(lease, step, taken, outcome, started, train_seconds)
+        manifest = manifest_of(lease, self._handle.run, step, taken, outcome, config.learning, started=started, train_seconds=train_seconds)
         try:
             lease.step_manifest_key = write_step(self._handle.store, manifest)
         except StoaError:
@@ -300,33 +196,8 @@ class TrainerEngine:
         log.info("step_done", step=step, version=lease.version, wait_seconds=taken.wait_seconds, train_seconds=train_seconds)
         return lease.last_step
 
-    def _manifest(self, lease: _Lease, step: int, taken: Taken, outcome: StepOutcome, started: float, train_seconds: float) -> StepManifest:
-        handle, learning = self._handle, self._handle.config.learning
-        far = {name: float(mismatch(tokens).mean()) for name, tokens in outcome.tokens_of_host.items()}
-        hosts = {name: replace(counts, mismatch_mean=far.get(name, 0.0)) for name, counts in taken.hosts.items()}
-        for name in far.keys() - hosts.keys():
-            hosts[name] = HostCounts(mismatch_mean=far[name])
-        facts = {"gate_mode": learning.gate.mode, "anchor_source": "sampler", "dtype": learning.dtype}
-        return StepManifest(
-            STEP_FORMAT,
-            handle.run,
-            lease.token,
-            step,
-            lease.version,
-            lease.step_manifest_key,
-            taken.keys,
-            taken.dropped,
-            taken.refused,
-            hosts,
-            outcome.metrics,
-            started,
-            taken.wait_seconds,
-            train_seconds,
-            facts,
-        )
-
     def _publish(
-        self, lease: _Lease, policy: Policy, *, anchor: bool, announce: bool, checkpoint_key: str | None, progress: Progress
+        self, lease: Lease, policy: Policy, *, anchor: bool, announce: bool, checkpoint_key: str | None, progress: Progress
     ) -> Published:
         """The next version, with a checkpoint in the same swap if there is one.
 
@@ -361,7 +232,7 @@ class TrainerEngine:
         log.info("version_scanned", version=version, step=step, changed_fraction=changed_fraction, seconds=time.monotonic() - started)
         prepared = self._arrive(lease, progress) if checkpoint_key is not None or announce else None
         if checkpoint_key is not None:
-            self._prune(lease, checkpoint_key)
+            self._savepoint.prune(lease, checkpoint_key)
         # One version more than a successor, which publishes at once, will look at.
         oldest = lease.version - self._handle.config.learning.max_staleness_hard - LATE_VERSIONS - 1
         lease.settled = {key for key in lease.settled if keys.parse_group(key).version >= oldest}
@@ -376,7 +247,7 @@ class TrainerEngine:
         )
         return lease.last_published
 
-    def _arrive(self, lease: _Lease, progress: Progress) -> Prepared | None:
+    def _arrive(self, lease: Lease, progress: Progress) -> Prepared | None:
         """Wait until HEAD names the version in flight, if there is one. Its loss is the lease's: memory is ahead of the bucket."""
         try:
             prepared = lease.publisher.finish(lambda: progress.report(f"version {lease.version} is on its way"))
@@ -396,51 +267,11 @@ class TrainerEngine:
             )
         return prepared
 
-    def _check_flight(self, lease: _Lease, progress: Progress) -> None:
+    def _check_flight(self, lease: Lease, progress: Progress) -> None:
         """Meet the loss of the version in flight before more is built on it; an outage of the bucket may still pass."""
         if lease.publisher.failed():
             with contextlib.suppress(ServiceUnavailableError):
                 self._arrive(lease, progress)
-
-    def _prove_path(self, lease: _Lease, policy: Policy, progress: Progress) -> str:
-        """Save the state a run begins with and take it back: better now than after a week. Returns the checkpoint's key."""
-        saved = self._save(lease, policy, progress)
-        document = read_document(self._handle.store, saved.key, self._identity(policy), self._handle.signer.public_key)
-        policy.restore_parts(self._handle.store, document.parts, document.facts.rng)
-        return saved.key
-
-    def _save(self, lease: _Lease, policy: Policy, progress: Progress) -> Saved:
-        """Write a checkpoint of the present step; HEAD does not name it yet."""
-        handle = self._handle
-        progress.report(f"saving step {lease.step}")
-        grants = self._grants.newest()
-        facts = Facts(
-            epoch=lease.token,
-            step=lease.step,
-            version=lease.version,
-            step_manifest_key=lease.step_manifest_key,
-            settled=tuple(sorted(lease.settled)),
-            grants_position=next_position(grants),
-            grants_open=tuple((grant.host, grant.sweep) for grant in grants),
-            rng=capture_rng(),
-        )
-        part_bytes = handle.config.publish.anchor_part_bytes
-        parts = policy.save_parts(
-            handle.store,
-            handle.run,
-            lease.token,
-            lease.step,
-            part_bytes=part_bytes,
-            on_part=lambda name: progress.report(f"saving {name} of step {lease.step}"),
-        )
-        return save_checkpoint(handle.store, handle.signer, self._identity(policy), facts, parts)
-
-    def _prune(self, lease: _Lease, named: str) -> None:
-        keep = self._handle.config.publish.keep_checkpoints
-        prune_checkpoints(self._handle.store, self._handle.run, epoch=lease.token, keep=keep, named=named)
-
-    def _identity(self, policy: Policy) -> Identity:
-        return Identity(self._handle.run, self._handle.document.layout_id, policy.architecture)
 
     def _built(self, progress: Progress) -> Policy:
         """The policy, built at first use: that takes seconds and must not hold up the process's start."""
@@ -454,13 +285,13 @@ class TrainerEngine:
         with self._lead(Build(handle.document, handle.store.settings)):
             return Policy(handle.model_folder, config.learning, seed=config.seed, layout_id=handle.document.layout_id, lead=self._lead)
 
-    def _held(self, token: int) -> _Lease:
+    def _held(self, token: int) -> Lease:
         if self._lease is None or self._lease.token != token:
             holds = f"lease {self._lease.token}" if self._lease else "no lease"
             raise LostStateError(f"this trainer holds {holds}, not {token}", hint="acquire the run again")
         return self._lease
 
-    def _check_step(self, lease: _Lease, step: int) -> None:
+    def _check_step(self, lease: Lease, step: int) -> None:
         if lease.step != step:
             raise LostStateError(f"this trainer is at step {lease.step}, not at {step}", hint="acquire the run again")
 

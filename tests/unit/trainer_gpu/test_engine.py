@@ -13,7 +13,8 @@ from stoa.contracts.errors import FencedError, LostStateError, ReplayedError, Se
 from stoa.contracts.messages import AcquireRequest, CheckpointRequest, PublishRequest, StepRequest
 from tests.unit.trainer_gpu.runs import Reports, config_of, head_of, ship_sweep, start_run
 from trainer_gpu.checkpoint import MANIFEST
-from trainer_gpu.engine import TrainerEngine, next_token
+from trainer_gpu.engine import TrainerEngine
+from trainer_gpu.lease import next_token
 from trainer_gpu.policy import Policy
 from trainer_gpu.run_handle import RunHandle
 

@@ -1,0 +1,128 @@
+"""The lease of a run: its fencing token, what its holder keeps in memory, and how one is taken.
+
+Only the swap of HEAD decides who holds the run; everything else here follows from what HEAD names. What a holder does
+with its lease is `engine.py`'s.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stoa.bucket.head import Head, HeadWriter, Reset
+from stoa.bucket.steps import Dropped, write_drop_note
+from stoa.contracts.errors import ObjectMissingError, ReplayedError, ServiceUnavailableError, UsageError
+from stoa.contracts.messages import AcquireRequest, Published, StepResult
+from stoa.contracts.ports import Progress
+from trainer_gpu.alarms import AlarmBook
+from trainer_gpu.checkpoint import Facts, Identity, read_document
+from trainer_gpu.grant_book import GrantBook
+from trainer_gpu.intake import Intake
+from trainer_gpu.policy import Policy
+from trainer_gpu.publish import VersionPublisher
+from trainer_gpu.referee import Referee, rules_of
+from trainer_gpu.run_handle import RunHandle
+from trainer_gpu.versions import KnownVersions
+
+MAX_ATTEMPTS = 999
+TAKE_AFTER_SECONDS = 0.5
+"""How long an acquisition waits for word that it is no longer wanted, before it fences the present holder."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """What this process knows of the run while it holds it."""
+
+    token: int
+    writer: HeadWriter
+    publisher: VersionPublisher
+    intake: Intake
+    versions: KnownVersions
+    alarms: AlarmBook
+    version: int
+    step: int
+    step_manifest_key: str
+    settled: set[str]
+    last_step: StepResult | None = None
+    last_published: Published | None = None
+
+
+def identity_of(handle: RunHandle, policy: Policy) -> Identity:
+    """What a checkpoint of this run must say of itself."""
+    return Identity(handle.run, handle.document.layout_id, policy.architecture)
+
+
+def next_token(lease_number: int, attempt: int, head_epoch: int) -> int:
+    """The fencing token of a new lease: above every one before it, also when the workflow's count went back by a reset.
+
+    lease_number: the workflow's; attempt: of the activity, from 1; head_epoch: token in HEAD, 0 before the first.
+    Raises UsageError when the attempts of one lease are used up: their tokens would run into the next lease's.
+    """
+    if not 1 <= attempt <= MAX_ATTEMPTS:
+        raise UsageError(f"attempt {attempt} to take the run: at most {MAX_ATTEMPTS} fit one lease", hint="reset the run's workflow")
+    return max(lease_number, head_epoch // 1000 + 1) * 1000 + attempt
+
+
+def take_lease(
+    handle: RunHandle, policy: Policy, grants: GrantBook, request: AcquireRequest, attempt: int, progress: Progress
+) -> tuple[Lease, Head]:
+    """Swap HEAD to a new token, then load what HEAD names. Raises as `TrainerEngine.acquire`."""
+    config, store = handle.config, handle.store
+    writer = HeadWriter(store, handle.run, handle.signer, owner=handle.owner, interval_seconds=config.bucket.head_interval_seconds)
+    before = _present_head(writer, request)
+    key = before.checkpoint_key if before else ""
+    document = read_document(store, key, identity_of(handle, policy), handle.signer.public_key) if key else None
+    facts = document.facts if document else Facts(0, 0, -1, "", ())
+    _await_word(progress)
+    token = next_token(request.lease_number, attempt, before.epoch if before else 0)
+    head = writer.acquire(token, Reset(key, facts.step, facts.step_manifest_key))
+    progress.report(f"took lease {token}; loading step {facts.step}")
+    if document is None:
+        policy.load_base()
+    else:
+        policy.restore_parts(store, document.parts, facts.rng, on_part=lambda name: progress.report(f"loading {name}"))
+    versions = KnownVersions(store, handle.run, handle.signer.public_key, window=config.learning.max_staleness_hard)
+    versions.follow(head, head.version - config.learning.max_staleness_hard)
+    publisher = VersionPublisher(handle)
+    progress.report(f"loading version {head.version} as published")
+    publisher.load_published(head)
+    intake = _intake(handle, policy, grants, versions, facts, token)
+    alarms = AlarmBook.of_run(config.alarms, store, head)
+    step_key, settled = facts.step_manifest_key, set(facts.settled)
+    return Lease(token, writer, publisher, intake, versions, alarms, head.version, facts.step, step_key, settled), head
+
+
+def _present_head(writer: HeadWriter, request: AcquireRequest) -> Head | None:
+    """HEAD as it stands, None before the first. Raises ReplayedError if it is older than what the run published."""
+    try:
+        head, _ = writer.read()
+    except ObjectMissingError:
+        head = None
+    version = head.version if head else -1
+    if version < request.min_version:
+        raise ReplayedError(
+            f"HEAD of run {request.run} is at version {version}, the run published version {request.min_version}",
+            hint=f"somebody put an old HEAD back: put the newest one back, then `stoa resume {request.run}`",
+        )
+    return head
+
+
+def _await_word(progress: Progress) -> None:
+    """A task handed to a frozen process may long be another's: the answer to its first heartbeat tells."""
+    deadline = time.monotonic() + TAKE_AFTER_SECONDS
+    while not progress.cancelled and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if progress.cancelled:
+        raise ServiceUnavailableError("asked to give up before the run was taken")
+
+
+def _intake(handle: RunHandle, policy: Policy, grants: GrantBook, versions: KnownVersions, facts: Facts, token: int) -> Intake:
+    config = handle.config
+    routing = policy.routing if config.rollout.record_routing else None
+    rules = rules_of(config, handle.environment, policy.config.vocab_size, versions.state_of, grants.question_of, routing)
+    numbers = itertools.count()
+
+    def note(dropped: Sequence[Dropped]) -> None:
+        write_drop_note(handle.store, handle.run, token, next(numbers), dropped)
+
+    return Intake(handle.store, rules, Referee(handle.environment), versions, config.learning, settled=facts.settled, note=note)
