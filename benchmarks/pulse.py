@@ -89,7 +89,7 @@ def measure_codec(state: WeightState, change: Change) -> dict[str, float]:
     _, verify_seconds = cpu(state.tensor_digests)
     baseline, baseline_encode = cpu(lambda: public_pulse(change.positions, values), tries=2)
     _, baseline_decode = cpu(lambda: read_public_pulse(baseline, len(values)), tries=2)
-    signs = sign_zstd(change.positions, change.differences)
+    signs = sign_zstd(layout, change.positions, change.differences)
     full_bytes = layout.num_bytes
     bound = bound_bits(layout.num_codes, len(change.positions))
     return {
@@ -103,6 +103,8 @@ def measure_codec(state: WeightState, change: Change) -> dict[str, float]:
         "ratio_to_public_pulse_bytes": len(data) / len(baseline),
         "sign_zstd_bytes": len(signs) * scale,
         "ratio_to_sign_zstd_bytes": len(data) / len(signs),
+        "shannon_to_sign_zstd_bytes": bound / 8 / len(signs),
+        "up_fraction": float(np.mean(change.differences > 0)),
         "ratio_to_flat_sign_zstd_bytes": len(data) / len(flat_sign_zstd(change.positions, change.differences)),
         "encode_seconds": encode_seconds * scale,
         "decode_seconds": decode_seconds * scale,

@@ -1,9 +1,8 @@
 """Masters that move as under Adam, with the tensor shapes of LFM2.5-8B-A1B: what the benchmark of weight sync measures on.
 
 Adam's moments start in their stationary state, so that no version is a cold start: with gradients mu + noise per element,
-v is 1 + mu^2 and m has mean mu and variance (1 - b1) / (1 + b1). The signal-to-noise ratio |mu| is drawn per tensor.
-
-Legend: E elements of a tensor.
+v is 1 + mu^2 and m has mean mu and variance (1 - b1) / (1 + b1). The signal-to-noise ratio |mu| is drawn per tensor, the
+sign of mu per column: were it one sign a tensor, the signs of its changes would hardly need a bit.
 """
 
 from collections.abc import Iterator
@@ -57,7 +56,10 @@ def scaled_layout(num_experts: int) -> Layout:
 class _Tensor:
     weights: NDArray[np.float32]
     momentum: NDArray[np.float32]
-    ratio: float
+    drift: NDArray[np.float32]
+    """mu of every column."""
+    scale: np.float32
+    """sqrt(v)."""
 
 
 class Masters:
@@ -71,9 +73,10 @@ class Masters:
         for number, spec in enumerate(layout.tensors):
             width = np.float32(0.02) * self._random.lognormal(0, 0.3, (*spec.shape[:-1], 1)).astype(np.float32)
             ratio = RATIOS[number % len(RATIOS)] if not spec.frozen else 0.0
-            momentum = self._random.standard_normal(spec.shape, np.float32) * spread + np.float32(ratio)
+            drift = np.float32(ratio) * self._random.choice(np.array([-1, 1], np.float32), spec.shape[-1])
+            momentum = self._random.standard_normal(spec.shape, np.float32) * spread + drift
             weights = np.multiply(self._random.standard_normal(spec.shape, np.float32), width, dtype=np.float32)
-            self._tensors[spec.name] = _Tensor(weights, momentum, ratio)
+            self._tensors[spec.name] = _Tensor(weights, momentum, drift, np.float32(np.sqrt(1 + ratio**2)))
         self._frozen = {spec.name for spec in layout.tensors if spec.frozen}
 
     def step(self) -> None:
@@ -82,11 +85,11 @@ class Masters:
             if name in self._frozen:
                 continue
             gradient = self._random.standard_normal(tensor.weights.shape, np.float32)
-            gradient += np.float32(tensor.ratio)
+            gradient += tensor.drift
             gradient *= np.float32(1 - BETA1)
             tensor.momentum *= np.float32(BETA1)
             tensor.momentum += gradient
-            np.multiply(tensor.momentum, self._rate / np.float32(np.sqrt(1 + tensor.ratio**2)), out=gradient)
+            np.multiply(tensor.momentum, self._rate / tensor.scale, out=gradient)
             tensor.weights -= gradient
 
     def tensors(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
