@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 _Answer = TypeVar("_Answer")
+MakeEngine = Callable[..., "TrainerEngine"]
 
 LONGEST_WAIT_SECONDS: Final = 5.0
 WORKER_HEARTBEAT_SECONDS: Final = 10.0
@@ -62,8 +63,11 @@ class Options:
     control: bool
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the worker; returns the exit code: 0 we were asked to end, 1 failed, 2 wrong use."""
+def main(arguments: Sequence[str] | None = None, *, make_engine: "MakeEngine | None" = None) -> int:
+    """Run the worker; returns the exit code: 0 we were asked to end, 1 failed, 2 wrong use.
+
+    make_engine: what is called in place of `TrainerEngine`, with its arguments, on one rank: for rehearsals without a model.
+    """
     options = read_options(arguments)
     launch = torchrun_launch()
     telemetry.configure(worker="trainer" if launch is None else f"trainer-{launch.rank}")
@@ -71,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_extra()
         if launch is not None and launch.num_ranks > 1:
             return _one_of_many(options, launch)
-        _work(options)
+        _work(options, make_engine=make_engine)
     except StoaError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
         return 2 if isinstance(error, UsageError) else 1
@@ -81,12 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _work(options: Options, crew: "Crew | None" = None) -> None:
+def _work(options: Options, crew: "Crew | None" = None, *, make_engine: "MakeEngine | None" = None) -> None:
     """The only rank, or with `crew` the first one: train until asked to end, or until another rank is lost."""
     config = load_run(options.config)
     telemetry.bind(run=config.run)
     with StateLock(options.state or state_folder("trainer")):
-        asyncio.run(_Worker(config, options, crew).run())
+        asyncio.run(_Worker(config, options, crew, make_engine).run())
 
 
 def _one_of_many(options: Options, launch: Launch) -> int:
@@ -127,8 +131,9 @@ def require_extra(find: Callable[[str], object] = find_spec) -> None:
 class _Worker:
     """One process's life."""
 
-    def __init__(self, config: RunConfig, options: Options, crew: "Crew | None") -> None:
+    def __init__(self, config: RunConfig, options: Options, crew: "Crew | None", make_engine: "MakeEngine | None" = None) -> None:
         self._config = config
+        self._make = make_engine
         self._crew = crew
         self._options = options
         self._store = open_store(config, patience_seconds=0.0)
@@ -201,7 +206,8 @@ class _Worker:
         from trainer_gpu.crew import alone  # noqa: PLC0415
         from trainer_gpu.engine import TrainerEngine  # noqa: PLC0415 - torch is loaded once there is a run to train
 
-        engine = TrainerEngine(handle, on_lease=on_lease, lead=self._crew.lead if self._crew else alone)
+        make = self._make or TrainerEngine
+        engine = make(handle, on_lease=on_lease, lead=self._crew.lead if self._crew else alone)
         engine.prepare()
         return engine
 

@@ -141,9 +141,9 @@ class Versions:
         self._pinned = None  # two sets of older weights are never held at once
         started = time.monotonic()
         self._stop_stager()
-        live = LiveWeights(self._puller.layout)
+        live, model = self._new_memory()
         state = self._puller.build(head, version, into=live.state)
-        self._pinned = Served(version, str(state.verified_id), Model(self._config, live.arrays), live)
+        self._pinned = Served(version, str(state.verified_id), model, live)
         _log.info("version_rebuilt", version=version, seconds=time.monotonic() - started)
         return self._pinned, Pulled(pull_seconds=time.monotonic() - started)
 
@@ -191,17 +191,24 @@ class Versions:
             self._stager.join()
             self._stager = None
 
+    def _new_memory(self) -> tuple[LiveWeights, Model]:
+        """Memory for one set of weights, and the model that reads it."""
+        live = LiveWeights(self._puller.layout)
+        return live, Model(self._config, live.arrays)
+
+    def _check(self, model: Model) -> None:
+        check_batching(model)
+
     def _join(self, head: Head, started: float) -> tuple[Served, Pulled]:
         """Build the weights HEAD names, in the memory that is there already."""
         self._staged = self._served = None
         if self._memory is None:
-            live = LiveWeights(self._puller.layout)
-            self._memory = live, Model(self._config, live.arrays)
+            self._memory = self._new_memory()
         live, model = self._memory
         live.settle()
         state = self._puller.join(head, into=live.state)
         pulled_at = time.monotonic()
-        check_batching(model)
+        self._check(model)
         self._served = Served(head.version, str(state.verified_id), model, live)
         done = time.monotonic()
         _log.info("run_joined", version=head.version, bytes=live.num_bytes, seconds=done - started)

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 _Answer = TypeVar("_Answer")
+MakeEngine = Callable[..., "MacEngine"]
 
 BUCKET_PATIENCE_SECONDS: Final = 20.0
 LONGEST_WAIT_SECONDS: Final = 5.0
@@ -80,20 +81,21 @@ class Options:
     parks: bool = False
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, make_engine: "MakeEngine | None" = None) -> int:
     """Run the worker; returns the exit code: 0 the run has stopped or we were asked to end, 1 failed, 2 wrong use.
 
     With --parks a third quick failure, and every start after it, is 0 too, so that launchd does not start it again.
+    make_engine: what is called in place of `MacEngine`, with its arguments: for rehearsals without a model.
     """
     options = read_options(arguments)
     telemetry.configure(worker="mac")
     if not options.parks:
-        return _run(options)[0]
+        return _run(options, make_engine)[0]
     attempts = Attempts(options.state or state_folder("mac"))
     if parked := attempts.parked():
         _log.error("worker_parked", reason=parked)
         return 0
-    code, reason = _run(options)
+    code, reason = _run(options, make_engine)
     if code == 0:
         attempts.forget()
         return 0
@@ -103,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(options: Options) -> tuple[int, str]:
+def _run(options: Options, make_engine: "MakeEngine | None") -> tuple[int, str]:
     """Exit code, and why it is not 0."""
     try:
         require_extra()
@@ -112,7 +114,7 @@ def _run(options: Options) -> tuple[int, str]:
         telemetry.bind(run=config.run, host=identity.host)
         try:
             allowed = load_mac_host(options.allow or _own_limits(identity.folder))
-            asyncio.run(_Worker(config, identity, options.place, allowed, always=options.always).run())
+            asyncio.run(_Worker(config, identity, options.place, allowed, always=options.always, make_engine=make_engine).run())
         finally:
             identity.close()
     except StoaError as error:
@@ -164,9 +166,19 @@ def reason_to_greet(pending: str, *, tick_seconds: float, silent_seconds: float)
 class _Worker:
     """One process's life."""
 
-    def __init__(self, config: RunConfig, identity: Identity, place: str, allowed: MacHost, *, always: bool) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        identity: Identity,
+        place: str,
+        allowed: MacHost,
+        *,
+        always: bool,
+        make_engine: "MakeEngine | None" = None,
+    ) -> None:
         self._config, self._identity, self._place = config, identity, place
         self._run, self._host = config.run, identity.host
+        self._make = make_engine
         self._stop = asyncio.Event()
         self._said = ""
         self._run_stopped = False
@@ -230,7 +242,8 @@ class _Worker:
         fetch_model_files(self._store, document.model_files, model_folder)
         tokenizer = (model_folder / "tokenizer.json").read_bytes()
         environment = registry.create(document.config.environment.name, document.config.environment.settings, tokenizer)
-        return MacEngine(self._store, document, environment, host=self._host, folder=folder, model_folder=model_folder, guest=self._guest)
+        make = self._make or MacEngine
+        return make(self._store, document, environment, host=self._host, folder=folder, model_folder=model_folder, guest=self._guest)
 
     async def _wait_while_stopped(self, document: RunDocument) -> bool:
         """False if the run has stopped and is not resumed soon, or we are asked to end."""
