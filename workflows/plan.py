@@ -246,7 +246,7 @@ def _idle_sentence(state: RunProgress, rules: RunInput, now: float) -> str:
     ends = end_reason(state, rules, now)
     if ends and state.opened:
         names = ", ".join(evaluation.name for evaluation in state.opened)
-        return f"ending ({ends}): waiting for evaluation {names} by {len(state.members)} Macs"
+        return f"ending ({ends}): waiting for evaluation {names} by {_macs(len(state.members))}"
     if ends:
         return f"ending ({ends}): telling HEAD and the Macs"
     if state.paused:
@@ -254,6 +254,10 @@ def _idle_sentence(state: RunProgress, rules: RunInput, now: float) -> str:
     if now < state.trainer_hold_until:
         return f"trying the trainer again in {state.trainer_hold_until - now:.0f} s: {state.reason or state.starved_reason}"
     return "nothing: the next step is about to start"
+
+
+def _macs(number: int) -> str:
+    return f"{number} Mac" if number == 1 else f"{number} Macs"
 
 
 def status_of(state: RunProgress, rules: RunInput, now: float, *, command: TrainerCommand | None, since: float) -> RunStatus:

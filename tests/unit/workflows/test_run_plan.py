@@ -232,6 +232,17 @@ def test_status_says_in_one_sentence_what_is_waited_for(command: plan.TrainerCom
     assert status.waiting_for == words
 
 
+@pytest.mark.parametrize(("hosts", "words"), [(("mac-1",), "by 1 Mac"), (("mac-1", "mac-2"), "by 2 Macs")])
+def test_status_of_an_ending_run_counts_its_macs_in_words(hosts: tuple[str, ...], words: str) -> None:
+    state = apply(Asked("stop", "enough"), at(8, checkpoint_step=8), RULES, 5.0)
+    for host in hosts:
+        state = apply(FleetEvent("demo", host, "s", "joined"), state, RULES, 5.0)
+    last = plan.last_evaluation(state, RULES, 5.0)
+    assert last is not None
+    state = apply(EvaluationOpened(last), state, RULES, 6.0)
+    assert plan.status_of(state, RULES, 6.0, command=None, since=0.0).waiting_for.endswith(words)
+
+
 def test_carried_state_of_a_large_fleet_stays_under_its_limit() -> None:
     state = at(8)
     for index in range(2100):
