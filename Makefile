@@ -19,7 +19,7 @@ demo: install
 	$(BIN)/stoa demo $(ARGS)
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -2,20 +2,49 @@
 
 import os
 import secrets
+import signal
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
+WHOLE_RUNS = "whole runs"
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background job is started; what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@pytest.hookimpl(trylast=True)  # after the order is drawn
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Share tests out by file; whole runs go one after another on one process, since each takes both cores."""
-    for item in items:
-        is_whole_run = any(item.iter_markers("loop")) or any(item.iter_markers("faults"))
-        group = "whole runs" if is_whole_run else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Whole runs first: they take longest, and one process plays them one after another."""
+    items.sort(key=lambda item: _share_of(item.nodeid) != WHOLE_RUNS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Share tests out by file, and all files with whole runs to one process, since each run takes both cores."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _share_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)  # pyright: ignore[reportArgumentType]
+
+
+@cache
+def _has_whole_runs(path: str) -> bool:
+    text = (ROOT / path).read_text()
+    return "pytest.mark.loop" in text or "pytest.mark.faults" in text
+
+
+def _share_of(nodeid: str) -> str:
+    path = nodeid.partition("::")[0]
+    return WHOLE_RUNS if _has_whole_runs(path) else path
 
 
 @pytest.fixture(scope="session")
