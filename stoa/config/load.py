@@ -6,6 +6,8 @@ What the settings are is `run.py`'s and `host.py`'s. Secrets come from here and 
     STOA_BUCKET_KEY  STOA_BUCKET_SECRET                               else AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY
     STOA_STATE                                                        base folder of state on this host
     STOA_SIGNING_KEY                                                  base64 of 32 bytes, else <state>/signing.key
+
+A worker that starts at log-in has no such environment: what it needs of it is kept in its state folder (KEPT_FILE, 0600).
 """
 
 import base64
@@ -39,6 +41,9 @@ _ENDPOINTS: Final = {
     "STOA_BUCKET_ENDPOINT": ("bucket", "endpoint"),
     "STOA_BUCKET_NAME": ("bucket", "name"),
 }
+KEPT_FILE: Final = "environment.json"
+_KEPT: Final = (*_ENDPOINTS, "STOA_BUCKET_KEY", "STOA_BUCKET_SECRET")
+"""What a Mac's worker reads of the environment; never the key that signs a run."""
 _SEED_BYTES: Final = 32
 _TOML_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 
@@ -109,6 +114,42 @@ def bucket_credentials(bucket: Bucket, *, environ: Mapping[str, str] | None = No
     )
 
 
+def keep_environment(folder: Path, config: RunConfig, *, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Keep in `folder`, for its owner's eyes only, what a worker that starts by itself needs of this environment.
+
+    Returns the names that were kept. Raises AccessDeniedError if there is no key for the bucket of `config`.
+    """
+    source = os.environ if environ is None else environ
+    kept = {name: source[name] for name in _KEPT if source.get(name)}
+    if not is_loopback(config.bucket.endpoint):
+        credentials = bucket_credentials(config.bucket, environ=source)
+        kept |= {"STOA_BUCKET_KEY": credentials.key, "STOA_BUCKET_SECRET": credentials.secret}
+    path = folder / KEPT_FILE
+    part = folder / f"{KEPT_FILE}.part"
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        json.dump(kept, file, sort_keys=True)
+    part.replace(path)
+    return tuple(sorted(kept))
+
+
+def kept_environment(folder: Path, *, environ: Mapping[str, str] | None = None) -> Mapping[str, str]:
+    """This environment, and beneath it what `keep_environment` kept in `folder`.
+
+    Raises ConfigError if the file is missing, is no such file, or may be read by others than its owner.
+    """
+    path = folder / KEPT_FILE
+    hint = "run `stoa join --at-login` again"
+    try:
+        _owner_only(path)
+        kept: object = json.loads(path.read_text("ascii"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: what this worker needs to start by itself cannot be read ({error})", hint=hint) from None
+    if not isinstance(kept, dict) or not all(name in _KEPT and isinstance(value, str) for name, value in kept.items()):
+        raise ConfigError(f"{path}: holds other things than a worker needs", hint=hint)
+    return {**cast(dict[str, str], kept), **(os.environ if environ is None else environ)}
+
+
 def is_loopback(endpoint: str) -> bool:
     """True if a URL or host:port names this machine."""
     host = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}").hostname or ""
@@ -152,9 +193,13 @@ def signing_seed(*, create: bool = False, base: Path | None = None) -> bytes:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a signing key ({error})") from None
+    _owner_only(path)
+    return _decode_seed(text, str(path))
+
+
+def _owner_only(path: Path) -> None:
     if path.stat().st_mode & 0o077:
         raise ConfigError(f"{path}: others than its owner may read it", hint=f"run `chmod 600 {path}`")
-    return _decode_seed(text, str(path))
 
 
 def find_model_folder(config: RunConfig) -> Path | None:
