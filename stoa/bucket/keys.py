@@ -15,6 +15,7 @@
     runs/<run>/evals/v<version:08d>/<evaluation>/<part:04d>-<host>.safetensors.zst
     runs/<run>/evals/v<version:08d>/<evaluation>/summary.json
     runs/<run>/retention/<unix seconds:010d>.json
+    runs/<run>/revoked/<host | invite>.json
 
 `sha16` is the first 16 hex digits of the sha256 of the object's bytes.
 """
@@ -221,6 +222,16 @@ def retention_prefix(run: str) -> str:
 def retention_notice(run: str, at: int) -> str:
     """Notice, written at this Unix second, of what will be deleted, create-only."""
     return f"{retention_prefix(run)}{at:010d}.json"
+
+
+def revoked_prefix(run: str) -> str:
+    """Prefix of all revocations."""
+    return f"{root(run)}revoked/"
+
+
+def revocation(run: str, what: str) -> str:
+    """Notice, create-only, that a host or one invite (its id has a dot) may no longer take part."""
+    return f"{revoked_prefix(run)}{what}.json"
 
 
 def parse_manifest(key: str) -> VersionKey:

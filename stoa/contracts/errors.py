@@ -50,6 +50,22 @@ class RunMismatchError(UsageError):
     """A resumed run differs from what was started."""
 
 
+class InviteError(UsageError):
+    """A join token is garbled, of another kind, or not for this."""
+
+
+class InviteExpiredError(InviteError):
+    """A join token is past its time."""
+
+
+class InviteRevokedError(InviteError):
+    """A join token, or its host, was revoked."""
+
+
+class BuildTooOldError(UsageError):
+    """This installation is older than the run accepts."""
+
+
 class ServiceError(StoaError):
     """A server (Temporal, the bucket) cannot be used."""
 
@@ -88,6 +104,10 @@ class ObjectMissingError(BucketError):
 
 class ObjectExistsError(BucketError):
     """A create-only object is there already, with other bytes."""
+
+
+class TicketError(BucketError):
+    """No valid ticket for an object: none was given, it has expired, or the bucket does not take it. Another may come."""
 
 
 class PreconditionError(BucketError):

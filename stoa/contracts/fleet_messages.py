@@ -24,6 +24,14 @@ class GrantRequest:
     wait_seconds: float = 10.0
     ended_before: int = 0
     """Sweeps of this host with a lower number are over: groups they did not bring are lost."""
+    invite: str = ""
+    """Id of the Mac's invitation; "" for one of the owner's own, which writes with a key of its own and needs no tickets."""
+    unsent: tuple[str, ...] = ()
+    """Keys of finished objects that the Mac has no valid ticket for."""
+    evaluation: str = ""
+    """With `version` and `part`: only the ticket for this part of an evaluation is asked for, and no questions."""
+    version: int = -1
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,10 @@ class Grant:
     run_state: RunState = "running"
     newest_sweep: int = -1
     """Set when `sweep` is long over: the sweep to go on with. A session that was started anew asks from 0."""
+    tickets: str = ""
+    """What lets an invited Mac create its objects, and no others (see `stoa.bucket.tickets`); sealed in history."""
+    shipped: tuple[int, ...] = ()
+    """Groups of this sweep that are in the bucket already."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,10 @@ class SweepRequest:
     """Pinned version of an evaluation; -1: the newest."""
     evaluation: str = ""
     part: int = 0
+    tickets: str = ""
+    """See `Grant`; also for the objects of earlier sweeps that the Mac said it has none for."""
+    shipped: tuple[int, ...] = ()
+    """Groups of this sweep that are in the bucket already."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,8 @@ class SweepResult:
     keys: tuple[str, ...] = ()
     """Only for evaluations, at most a few keys."""
     reason: str = ""
+    unsent: tuple[str, ...] = ()
+    """Keys of finished objects that wait on the Mac for a ticket, oldest first, at most a few."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +130,8 @@ class Hello:
     nonce: str
     build: str = ""
     reason: str = "start"
+    invite: str = ""
+    """Id of the Mac's invitation; "" for one of the owner's own."""
 
 
 @dataclass(frozen=True)
