@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, Self
@@ -56,6 +56,9 @@ class Child:
     identity: Identity
     process: subprocess.Popen[bytes]
     log: Path
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+    cwd: Path | None
 
     @property
     def name(self) -> str:
@@ -113,10 +116,15 @@ class Household:
         except OSError as error:
             raise ServiceUnavailableError(f"{name}: `{command[0]}` cannot be started ({error})") from None
         self._tell_guard(f"+{process.pid}")
-        child = Child(Identity(name, process.pid, _started_at(process.pid)), process, log)
+        child = Child(Identity(name, process.pid, _started_at(process.pid)), process, log, tuple(command), dict(env), cwd)
         self._children.append(child)
         self._write_file()
         return child
+
+    def again(self, child: Child) -> Child:
+        """End what is left of a process and start it once more, with the same command, environment and log."""
+        self.stop([child])
+        return self.start(child.name, child.command, env=child.env, log=child.log, cwd=child.cwd)
 
     def stop(self, children: Iterable[Child], grace_seconds: float = GRACE_SECONDS) -> None:
         """SIGTERM to the groups of `children` together, SIGKILL to what is left after the grace; wait for all."""

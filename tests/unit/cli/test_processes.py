@@ -169,3 +169,24 @@ def test_processes_end_also_where_their_list_cannot_be_written(tmp_path: Path) -
         children = [house.start(name, SLEEP, env={}, log=tmp_path / "log") for name in ("one", "two")]
         shutil.rmtree(folder)
     assert all(gone(child.identity.pid) for child in children)
+
+
+def test_a_killed_process_starts_again_as_it_was(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "import os, time; print(os.getpid()); print(os.environ['MARK'], os.getcwd(), flush=True); time.sleep(60)",
+    ]
+    with Household(tmp_path / "house") as house:
+        first = house.start("sleeper", command, env={"MARK": "m1"}, log=tmp_path / "log", cwd=tmp_path)
+        printed_pid(tmp_path / "log")
+        os.kill(first.identity.pid, signal.SIGKILL)
+        second = house.again(first)
+        assert house.children == (second,)
+        deadline = time.monotonic() + 15
+        while len(lines := (tmp_path / "log").read_text().splitlines()) < 4:
+            assert time.monotonic() < deadline, lines
+            time.sleep(0.05)
+    mark = f"m1 {tmp_path}"
+    assert lines == [str(first.identity.pid), mark, str(second.identity.pid), mark]
+    assert gone(second.identity.pid)
