@@ -28,10 +28,15 @@ _MAX_HEAD_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What is wrong with the link; 0 means nothing. Rates are of replies, in bytes a second."""
+    """What is wrong with the link; 0 means nothing. Rates are in bytes a second, of replies where they do not say else."""
 
     connection_rate: float = 0.0
     link_rate: float = 0.0
+    upload_rate: float = 0.0
+    """Of the bodies of all requests together."""
+    pause_after_bytes: float = 0.0
+    """So much of a request's body is taken, and then nothing for a while; once."""
+    pause_seconds: float = 0.0
     latency_seconds: float = 0.0
     """Before the first byte of each reply."""
     reset_every_bytes: float = 0.0
@@ -104,7 +109,8 @@ class FaultProxy:
     def start(self) -> str:
         """Begin to listen; returns the endpoint."""
         self._chance = random.Random(self.faults.seed)
-        self._link = _Bucket(self.faults.link_rate)
+        self._pauses = self.faults.pause_seconds > 0
+        self._link, self._uplink = _Bucket(self.faults.link_rate), _Bucket(self.faults.upload_rate)
         self._loop = asyncio.new_event_loop()
         listener = socket.create_server(("127.0.0.1", 0))
         scheme = "https" if self.tls else "http"
@@ -180,6 +186,10 @@ class FaultProxy:
                     if not data:
                         break
                     left -= len(data)
+                    await self._uplink.take(len(data))
+                    if self._pauses and seen.num_body_bytes - left >= self.faults.pause_after_bytes:
+                        self._pauses = False
+                        await asyncio.sleep(self.faults.pause_seconds)
                     to_server.write(data)
                     await to_server.drain()
         to_server.close()

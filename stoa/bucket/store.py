@@ -7,6 +7,7 @@ object, no multipart). A Store may be used from any thread; make one a process.
 
 import base64
 import hashlib
+import io
 import random
 import threading
 import time
@@ -47,6 +48,13 @@ SMALL_BYTES: Final = 1 << 20
 _Answer = TypeVar("_Answer")
 _CHUNK_BYTES: Final = 64 * 1024
 """Read at a time from a range: what is lost when the connection breaks inside it."""
+LARGE_BYTES: Final = 8 << 20
+"""From here on a write may take long: it is told of on its way, and the server gets more time."""
+_SEND_STALL_SECONDS: Final = 20.0
+"""How long the server may take in nothing of a large body."""
+_STORE_SECONDS: Final = 120.0
+"""How long it may then take to put it away."""
+_TELL_SECONDS: Final = 2.0
 _SHA256 = "sha256"
 _SETUP_HINT = "run `stoa setup`, or set STOA_BUCKET_NAME to a bucket that is there"
 _ACCESS_HINT = "set STOA_BUCKET_KEY and STOA_BUCKET_SECRET to a key that may use this bucket"
@@ -126,8 +134,8 @@ class Meters:
 class Store:
     """One bucket. `patience_seconds` is how long an outage is ridden out inside a call.
 
-    `on_retry` (if set) is called with a short reason before each wait, so that a heartbeat can go on; what it raises
-    ends the call.
+    `on_retry` (if set) is called with a short reason before each wait and while a large object is sent, so that a
+    heartbeat can go on; what it raises ends the call.
     """
 
     def __init__(self, settings: Bucket, credentials: Credentials, *, patience_seconds: float = 0.0) -> None:
@@ -148,8 +156,8 @@ class Store:
         )
         self._credentials = credentials
         self._client = self._new_client(self._config)
-        self._range_lock = threading.Lock()
-        self._range_clients: dict[float, Any] = {}
+        self._clients_lock = threading.Lock()
+        self._clients: dict[tuple[float, float, int], Any] = {}
 
     def _new_client(self, config: Config) -> Any:
         try:
@@ -166,13 +174,18 @@ class Store:
                 f"bucket.endpoint is {self.settings.endpoint!r}: {error}", hint="for example http://127.0.0.1:8333"
             ) from error
 
-    def _range_client(self, stall_seconds: float) -> Any:
-        """The client whose reads give up after so long without a byte, and which tries nothing again by itself."""
-        with self._range_lock:
-            if stall_seconds not in self._range_clients:
-                change = Config(read_timeout=stall_seconds, retries={"mode": "standard", "total_max_attempts": 1})
-                self._range_clients[stall_seconds] = self._new_client(self._config.merge(change))
-            return self._range_clients[stall_seconds]
+    def _client_of(self, connect_seconds: float, read_seconds: float, num_tries: int) -> Any:
+        """A client with timeouts of its own, which tries so often by itself.
+
+        The time to connect is also how long the server may take in nothing of a body: urllib3 leaves it on while it sends.
+        """
+        wanted = connect_seconds, read_seconds, num_tries
+        with self._clients_lock:
+            if wanted not in self._clients:
+                retries = {"mode": "standard", "total_max_attempts": num_tries}
+                change = Config(connect_timeout=connect_seconds, read_timeout=read_seconds, retries=retries)
+                self._clients[wanted] = self._new_client(self._config.merge(change))
+            return self._clients[wanted]
 
     @property
     def name(self) -> str:
@@ -199,7 +212,7 @@ class Store:
         here also if something else than the range came; DigestError if the object is shorter, and with `etag`
         PreconditionError if it is another object by now.
         """
-        client = self._range_client(stall_seconds)
+        client = self._client_of(3, stall_seconds, 1)
         condition = {"IfMatch": etag} if etag else {}
         with self._mapping(key):
             span = f"bytes={start}-{start + num_bytes - 1}"
@@ -330,9 +343,25 @@ class Store:
             check_sha256(found.data, found.metadata[_SHA256], f"{self.name}/{key}")
         return found
 
-    def _put(self, key: str, arguments: Mapping[str, object]) -> str:
-        reply = self._call(key, lambda: self._client.put_object(Bucket=self.settings.name, Key=key, **arguments), conditional=True)
-        return str(reply["ETag"])
+    def _put(self, key: str, arguments: Mapping[str, Any]) -> str:
+        body = arguments["Body"]
+        large = len(body) >= LARGE_BYTES
+        client = self._client_of(_SEND_STALL_SECONDS, _STORE_SECONDS, 3) if large else self._client
+
+        def put() -> Any:
+            told = {"Body": _Told(body, lambda num_sent: self._tell(key, num_sent, len(body)))} if large else {}
+            return client.put_object(Bucket=self.settings.name, Key=key, **{**arguments, **told})
+
+        try:
+            return str(self._call(key, put, conditional=True)["ETag"])
+        except ServiceUnavailableError as error:
+            if large:
+                raise ServiceUnavailableError(f"{error.message} ({len(body)} bytes were on their way to {key})", hint=error.hint) from error
+            raise
+
+    def _tell(self, key: str, num_sent: int, num_bytes: int) -> None:
+        if self.on_retry is not None:
+            self.on_retry(f"sending {key}: {num_sent} of {num_bytes} bytes")
 
     def _call(self, key: str, request: Callable[[], _Answer], *, conditional: bool = False) -> _Answer:
         """Do one request, mapping errors, and waiting out failures that may pass for `patience_seconds`."""
@@ -392,6 +421,21 @@ class Store:
         if status >= 500 or status == 429:
             return self._unavailable(error)
         return BucketError(f"{where}: {code or status}: {error}")
+
+
+class _Told(io.BytesIO):
+    """A body that tells now and then how much of it was sent."""
+
+    def __init__(self, body: bytes, tell: Callable[[int], None]) -> None:
+        super().__init__(body)
+        self._tell = tell
+        self._told_at = time.monotonic()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if time.monotonic() - self._told_at >= _TELL_SECONDS:
+            self._told_at = time.monotonic()
+            self._tell(self.tell())
+        return super().read(size)
 
 
 def kind_of(key: str) -> str:
