@@ -27,7 +27,7 @@ from stoa.contracts.errors import (
     SetupMissingError,
     UsageError,
 )
-from stoa.contracts.fleet_messages import FleetEvent, FleetPage, FleetQuery, SessionStatus
+from stoa.contracts.fleet_messages import FleetMember, FleetPage, FleetQuery, SessionStatus
 from stoa.contracts.messages import Ask, RunInput, RunResult, RunStatus
 
 CALL_SECONDS: Final = 10.0
@@ -70,7 +70,7 @@ class Control:
         """How an ended run ended. Raises ServiceError with the cause if its workflow failed."""
         return self._call(self._result(run), run)
 
-    def fleet(self, run: str) -> tuple[FleetEvent, ...]:
+    def fleet(self, run: str) -> tuple[FleetMember, ...]:
         """Members of the run's fleet, joined or left, all pages."""
         return self._call(self._fleet(run), run)
 
@@ -118,9 +118,9 @@ class Control:
         except WorkflowFailureError as failure:
             raise ServiceError(f"run {run}: {innermost(failure)}") from None
 
-    async def _fleet(self, run: str) -> tuple[FleetEvent, ...]:
+    async def _fleet(self, run: str) -> tuple[FleetMember, ...]:
         handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))
-        members: list[FleetEvent] = []
+        members: list[FleetMember] = []
         after = ""
         while True:
             page: FleetPage = await handle.query(

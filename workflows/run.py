@@ -17,7 +17,7 @@ from temporalio.workflow import ActivityHandle
 with workflow.unsafe.imports_passed_through():
     from stoa.contracts import names
     from stoa.contracts.evaluation_messages import EvaluationInput, EvaluationResult, EvaluationStart, ListMacsRequest, MacList
-    from stoa.contracts.fleet_messages import FleetEvent, FleetPage, FleetQuery, Released, ReleaseRequest
+    from stoa.contracts.fleet_messages import FleetEvent, FleetMember, FleetPage, FleetQuery, Released, ReleaseRequest
     from stoa.contracts.messages import (
         Acquired,
         AcquireRequest,
@@ -303,9 +303,7 @@ class RunWorkflow:
         run = self._rules.run
         rest = [member for member in self._state.members if member.host > query.after_host]
         shown = rest[: min(query.limit, MAX_PAGE)]
-        members = tuple(
-            FleetEvent(run, one.host, names.session_workflow_id(run, one.host), "joined", one.sweep, place=one.place) for one in shown
-        )
+        members = tuple(FleetMember(one.host, names.session_workflow_id(run, one.host), one.sweep, place=one.place) for one in shown)
         more = shown[-1].host if shown and len(rest) > len(shown) else ""
         return FleetPage(members, len(self._state.members), more)
 

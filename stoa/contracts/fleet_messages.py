@@ -3,14 +3,18 @@
 The rules of `messages.py` hold here too: standard-library types, small fields, new ones with defaults.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from stoa.contracts.messages import RunState
 
 Purpose = Literal["train", "eval"]
 SweepStatus = Literal["done", "partial", "draining", "paused", "stopped"]
-SessionState = Literal["live", "away", "ended"]
+SessionState = Literal["live", "resting", "away", "quarantined", "drained", "refused", "ended"]
+"""live: plays. resting: its owner lets it not play now. away: lost, or said goodbye. refused: may not join."""
+StandingState = Literal["free", "quarantined", "drained"]
+WaitsFor = Literal["", "room", "turn", "version", "run"]
+"""What a grant waits for: the trainer to use groups, other Macs' turn, a first version, a paused or ended run."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Grant:
     """What lets an invited Mac create its objects, and no others (see `stoa.bucket.tickets`); sealed in history."""
     shipped: tuple[int, ...] = ()
     """Groups of this sweep that are in the bucket already."""
+    waits_for: WaitsFor = ""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,8 @@ class SweepRequest:
     """See `Grant`; also for the objects of earlier sweeps that the Mac said it has none for."""
     shipped: tuple[int, ...] = ()
     """Groups of this sweep that are in the bucket already."""
+    ahead: tuple[Grant, ...] = ()
+    """Grants of the next sweeps: to be played without being asked while the control plane is silent."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,10 @@ class SweepResult:
     reason: str = ""
     unsent: tuple[str, ...] = ()
     """Keys of finished objects that wait on the Mac for a ticket, oldest first, at most a few."""
+    resting: bool = False
+    """Status paused because this Mac's owner lets it not play now."""
+    unasked: bool = False
+    """Played from a grant held ahead, before it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +190,62 @@ class SessionStatus:
     bytes_up: int = 0
     bytes_down: int = 0
     num_redone: int = 0
+    num_unasked: int = 0
+    """Sweeps played before they were asked for."""
+    tokens_per_second: float = 0.0
+    """Of the last training sweep, over all its time since the sweep before."""
+    slow_because: str = ""
+    """What took most of the last training sweep's time beside decoding."""
+    waits: dict[str, float] = field(default_factory=dict)
+    """What it waited for between sweeps -> seconds."""
+
+
+@dataclass(frozen=True)
+class AdmitRequest:
+    """May this Mac join? Asked once for each start of its worker."""
+
+    run: str
+    host: str
+    build: str
+    nonce: str = ""
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """Whether a Mac may play, and as what."""
+
+    ok: bool = True
+    reason: str = ""
+    """Why not, with what its owner can do."""
+    standing: StandingState = "free"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The run decides about a Mac; also the argument of the signal its session gets."""
+
+    run: str
+    host: str
+    state: StandingState
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StandingQuery:
+    """How does this Mac stand? A query of RunWorkflow."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a Mac's owner is told. `ends`: the worker ends, with a failure unless `kind` is drained."""
+
+    run: str
+    host: str
+    kind: Literal["free", "quarantined", "drained", "too_old"]
+    text: str
+    ends: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,12 +264,64 @@ class Released:
 
 
 @dataclass(frozen=True)
-class FleetPage:
-    """Answer of RunWorkflow's fleet query: one page of members."""
+class MacFacts:
+    """One Mac as a census finds it; by its session, at most a minute old."""
 
-    members: tuple[FleetEvent, ...] = ()
+    host: str
+    state: SessionState = "live"
+    sweep: int = 0
+    version: int = -1
+    tokens_per_second: float = 0.0
+    place: str = ""
+    slow_because: str = ""
+
+
+@dataclass(frozen=True)
+class CensusRequest:
+    """Which Macs are here, and what is on the way? The page after `after_host`, by name."""
+
+    run: str
+    after_host: str = ""
+
+
+@dataclass(frozen=True)
+class Census:
+    """One page of the fleet; `num_macs` counts all that can play, `next_host` is empty on the last page."""
+
+    macs: tuple[MacFacts, ...] = ()
     num_macs: int = 0
     next_host: str = ""
+    num_groups_running: int = 0
+    """Granted and not in the bucket yet."""
+    num_groups_waiting: int = 0
+    """In the bucket and not settled yet."""
+
+
+@dataclass(frozen=True)
+class FleetMember:
+    """One Mac of the fleet, as of the last census or its last event."""
+
+    host: str
+    session: str
+    """Id of its session's workflow."""
+    sweep: int = 0
+    state: SessionState = "live"
+    version: int = -1
+    tokens_per_second: float = 0.0
+    place: str = ""
+    slow_because: str = ""
+
+
+@dataclass(frozen=True)
+class FleetPage:
+    """Answer of RunWorkflow's fleet query: one page of members by name, and in one sentence the slowest of all."""
+
+    members: tuple[FleetMember, ...] = ()
+    num_macs: int = 0
+    next_host: str = ""
+    slowest: str = ""
+    quarantined: tuple[Standing, ...] = ()
+    """Only on the first page: Macs that are quarantined or drained, and why."""
 
 
 @dataclass(frozen=True)

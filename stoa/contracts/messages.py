@@ -22,6 +22,14 @@ class StopConditions:
     max_versions: int = 0
     max_seconds: float = 0.0
     target_pass_at_1: float = 0.0
+    """Reached once the lower bound of a held-out result's 95 % interval is."""
+    max_gpu_hours: float = 0.0
+    """GPUs times hours of held leases."""
+    max_dollars: float = 0.0
+    """What those GPU hours cost at `dollars_per_gpu_hour`."""
+    dollars_per_gpu_hour: float = 0.0
+    on_alarm: bool = False
+    """An alarm that would pause the run ends it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,14 @@ class RunInput:
     """Length of history at which the workflow continues as new."""
     carried: str = ""
     """JSON of the carried state, empty at the first start."""
+    groups_per_step: int = 0
+    """Usable groups of a step; 0: not told."""
+    starved_seconds: float = 300.0
+    """Longest wait of one step for groups."""
+    anchor_by_join_cost: bool = False
+    """Anchors come when joining Macs would fetch more beyond the last one than a new one costs; see `workflows.anchors`."""
+    census_seconds: float = 60.0
+    """Time between two looks at a page of the fleet."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,7 @@ class Acquired:
     step: int
     version: int
     head_state: RunState = "running"
+    num_gpus: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,6 +91,18 @@ class StepRequest:
     run: str
     token: int
     step: int
+    wait_seconds: float = 0.0
+    """Longest wait for groups; 0: the run's setting."""
+    quarantined: tuple[str, ...] = ()
+    """Hosts whose groups are refused."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A host that the trainer wants to be quarantined."""
+
+    host: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -90,6 +119,11 @@ class StepResult:
     train_seconds: float = 0.0
     alarm: str = ""
     reason: str = ""
+    num_missing: int = 0
+    """Usable groups that a starved step still lacks."""
+    oldest_version: int = -1
+    """Groups of older versions are of no use to that step; -1: not told."""
+    suspects: tuple[Suspect, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,6 +149,9 @@ class Published:
     anchor_bytes: int = 0
     changed_fraction: float = 0.0
     seconds: float = 0.0
+    arrived_version: int = -1
+    """Newest version that HEAD names, and the size of its delta."""
+    arrived_delta_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,9 +193,59 @@ class HeadStateResult:
 
 @dataclass(frozen=True)
 class Ask:
-    """Argument of the updates pause, resume and stop: who asks and why."""
+    """Argument of the updates pause, resume, stop and drain: who asks and why."""
 
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class AnchorCadence:
+    """Argument of the update set_anchor_cadence: an anchor at least every `every_versions`, or sooner by the cost of joins."""
+
+    every_versions: int
+    by_join_cost: bool = False
+
+
+@dataclass(frozen=True)
+class MacAsk:
+    """Argument of the updates quarantine, drain_mac and release: which Mac and why; its owner is told."""
+
+    host: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class VersionsQuery:
+    """Page of the run's published versions after `after_version`."""
+
+    after_version: int = -1
+    limit: int = 50
+
+
+@dataclass(frozen=True)
+class VersionFacts:
+    """One published version as the run remembers it; everything else about it is in the bucket."""
+
+    version: int
+    step: int
+    published_at: float
+    """Unix seconds."""
+    reward_mean: float = 0.0
+    delta_bytes: int = 0
+    """0 until the next version tells."""
+    has_anchor: bool = False
+    pass_at_1: float = -1.0
+    """Held-out result, -1 for none."""
+
+
+@dataclass(frozen=True)
+class VersionsPage:
+    """Answer of RunWorkflow's versions query, by version; the oldest are forgotten."""
+
+    versions: tuple[VersionFacts, ...] = ()
+    num_versions: int = 0
+    next_version: int = -1
+    """The `after_version` of the next page, -1 on the last."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +270,13 @@ class RunStatus:
     reason: str = ""
     """Why the run is paused or ends."""
     num_evaluations_open: int = 0
+    gpu_hours: float = 0.0
+    dollars: float = 0.0
+    num_quarantined: int = 0
+    anchor_every_versions: int = 0
+    anchor_by_join_cost: bool = False
+    num_groups_missing: int = 0
+    """Usable groups that the present step was short of when it was last asked."""
 
 
 @dataclass(frozen=True)

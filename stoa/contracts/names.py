@@ -20,10 +20,18 @@ FLEET_EVENT: Final = "fleet_event"
 EVAL_DONE: Final = "eval_done"
 STATUS_QUERY: Final = "status"
 FLEET_QUERY: Final = "fleet"
+VERSIONS_QUERY: Final = "versions"
+STANDING_QUERY: Final = "standing"
 SESSION_QUERY: Final = "session"
+STANDING: Final = "standing"
 PAUSE: Final = "pause"
 RESUME: Final = "resume"
 STOP: Final = "stop"
+DRAIN: Final = "drain"
+SET_ANCHOR_CADENCE: Final = "set_anchor_cadence"
+QUARANTINE: Final = "quarantine"
+DRAIN_MAC: Final = "drain_mac"
+RELEASE: Final = "release"
 
 # activities
 ACQUIRE_TRAINER: Final = "acquire_trainer"
@@ -31,6 +39,10 @@ TRAIN_STEP: Final = "train_step"
 PUBLISH: Final = "publish"
 CHECKPOINT: Final = "checkpoint"
 SWEEP: Final = "sweep"
+NOTICE: Final = "notice"
+ADMIT_MAC: Final = "admit_mac"
+TELL_MAC: Final = "tell_mac"
+CENSUS: Final = "census"
 GRANT_SWEEP: Final = "grant_sweep"
 NOTIFY_RUN: Final = "notify_run"
 SET_HEAD_STATE: Final = "set_head_state"
@@ -54,6 +66,11 @@ SEARCH_ATTRIBUTES: Final = {
 MAX_MESSAGE_BYTES: Final = 16 * 1024
 """Limit of one message across Temporal; RunWorkflow's carried state has its own."""
 MAX_RUN_STATE_BYTES: Final = 256 * 1024
+
+OLDEST_MAC_BUILD: Final = "0.1.0"
+"""Builds of the Mac worker below this one write what today's trainer cannot read."""
+MEMO: Final = "mac"
+"""Key of a session's memo, which the census reads: a `MacFacts`."""
 
 
 def control_queue(run: str) -> str:
