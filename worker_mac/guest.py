@@ -1,21 +1,23 @@
 """A worker as a guest on somebody's Mac: looks at the Mac once a second and keeps the present decision for the engine.
 
 The looking is done by a thread, because probes take milliseconds that a decode step does not have. What is decided is
-`power.py`'s, what is sensed `senses.py`'s.
+`power.py`'s, what is sensed `senses.py`'s, what is held while groups are played `holds.py`'s.
 """
 
-import os
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import structlog
 
 from stoa.config.host import MacHost
-from worker_mac.holds import awake
+from worker_mac.holds import Awake
+from worker_mac.panics import Caution
 from worker_mac.power import PLAY, Decision, Senses, decide
 from worker_mac.senses import NoProbe, Probe
 
@@ -23,6 +25,8 @@ _log = structlog.get_logger(__name__)
 
 LOOK_SECONDS: Final = 1.0
 _LONGEST_REST_SECONDS: Final = 1.0
+_STILL_KINDS: Final = ("network", "budget", "sleep")
+"""Reasons not to use the network."""
 
 
 class Guest:
@@ -35,16 +39,26 @@ class Guest:
         *,
         spent_budget: Callable[[], str] = lambda: "",
         look_seconds: float = LOOK_SECONDS,
+        memory: Path | None = None,
+        awake: Awake | None = None,
     ) -> None:
-        """spent_budget: which budget of the network is spent, in words."""
+        """spent_budget: which budget of the network is spent, in words. memory: file by which a new process knows the last start."""
         self.allowed = allowed or MacHost()
         self._probe, self._spent_budget, self._look_seconds = probe or NoProbe(), spent_budget, look_seconds
+        self._memory, self._awake = memory, awake or Awake()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._still = threading.Event()
+        self._still.set()
+        self._looking = threading.Lock()
         self._senses = Senses(time.monotonic())
+        self.caution = Caution()
+        """What crashes of the whole Mac ask for."""
+        self.going_to_sleep = False
+        """Set while the system waits for us to be still."""
         self.spool_bytes = 0
         """Kept up to date by the engine."""
-        self.decision: Decision = PLAY
+        self.decision: Decision = replace(PLAY, since_seconds=time.monotonic(), restarted_at_seconds=self._remembered())
 
     def start(self) -> None:
         """Look once, then every second until `close`."""
@@ -53,18 +67,31 @@ class Guest:
         self._thread.start()
 
     def close(self) -> None:
-        """End the looking."""
+        """End the looking, and let the system sleep."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
+        self._awake.release()
 
     def look(self) -> Decision:
-        """Sense, decide, and say so if the decision is another one."""
-        before = self.decision
-        self._senses = replace(self._probe.read(), spent_budget=self._spent_budget(), spool_bytes=self.spool_bytes)
-        self.decision = decide(self._senses, self.allowed, before)
+        """Sense, decide, and say so if the decision is another one. Safe from any thread."""
+        sensed = self._probe.read()
+        with self._looking:
+            before = self.decision
+            self._senses = replace(
+                sensed,
+                spent_budget=self._spent_budget(),
+                spool_bytes=self.spool_bytes,
+                going_to_sleep=self.going_to_sleep,
+                crash=self.caution.waits(time.time()),
+                share=self.caution.share,
+            )
+            self.decision = decide(self._senses, self.allowed, before)
+            self._hold()
         if (self.decision.state, self.decision.reason) != (before.state, before.reason):
-            _log.info("guest_decided", state=self.decision.state, reason=self.decision.reason)
+            _log.info("guest_decided", state=self.decision.state, reason=self.decision.reason, heat=self.heat)
+        if self.decision.restarted_at_seconds != before.restarted_at_seconds:
+            self._remember()
         return self.decision
 
     @property
@@ -76,7 +103,22 @@ class Guest:
     @property
     def may_transfer(self) -> bool:
         """False while the network is not ours to use."""
-        return self.decision.kind not in ("network", "budget")
+        return self.decision.kind not in _STILL_KINDS
+
+    @property
+    def heat(self) -> str:
+        """How hot the Mac is, as it says itself; "" where it does not."""
+        return self._senses.thermal or ""
+
+    @property
+    def playing_now(self) -> bool:
+        """True while groups are played."""
+        return not self._still.is_set()
+
+    def paused_seconds(self) -> float:
+        """How long nothing may have been started; 0 while it may."""
+        decision = self.decision
+        return 0.0 if decision.starts else time.monotonic() - decision.since_seconds
 
     def rest(self, step_seconds: float) -> None:
         """Rest after a step that took so long, by the share of time that is ours."""
@@ -86,13 +128,51 @@ class Guest:
 
     @contextmanager
     def playing(self) -> Iterator[None]:
-        """Keep the Mac awake while the block runs, if it is on mains."""
-        if self._senses.on_mains:
-            with awake(os.getpid()):
-                yield
-        else:
+        """While the block runs groups are played, and a Mac on mains is kept awake."""
+        self._still.clear()
+        with self._looking:
+            self._hold()
+        try:
             yield
+        finally:
+            self._still.set()
+            with self._looking:
+                self._hold()
+
+    def be_still(self, timeout_seconds: float) -> bool:
+        """Before the system sleeps: no group is started, and those in hand are let go of. False if they were not in time."""
+        self.going_to_sleep = True
+        self.look()
+        return self._still.wait(timeout_seconds)
+
+    def wake(self) -> None:
+        """The system no longer sleeps, or did not."""
+        self.going_to_sleep = False
+        self.look()
+
+    def _hold(self) -> None:
+        if self.playing_now and self._senses.on_mains and not self.going_to_sleep:
+            self._awake.hold()
+        else:
+            self._awake.release()
 
     def _watch(self) -> None:
         while not self._ended.wait(self._look_seconds):
             self.look()
+
+    def _remembered(self) -> float | None:
+        """When something last started after a stop that may flap, on this process's clock."""
+        if self._memory is None:
+            return None
+        try:
+            return time.monotonic() - max(0.0, time.time() - float(json.loads(self._memory.read_text("ascii"))["restarted_at"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _remember(self) -> None:
+        restarted = self.decision.restarted_at_seconds
+        if self._memory is None or restarted is None:
+            return
+        part = self._memory.with_name(f"{self._memory.name}.part")
+        part.write_text(json.dumps({"restarted_at": time.time() - (time.monotonic() - restarted)}), "ascii")
+        part.replace(self._memory)

@@ -1,8 +1,9 @@
 """What a Mac is asked for while groups are played, and given back after: that it stays awake, and wired memory.
 
-Both are held for a sweep on mains only, and dropped however it ends. Nothing here decides when to play.
+Staying awake is asked for on mains only; both are dropped however a sweep ends. Nothing here decides when to play.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,25 +19,38 @@ WIRED_MARGIN_BYTES: Final = 512 << 20
 END_SECONDS: Final = 2.0
 
 
-@contextmanager
-def awake(pid: int, *, command: Sequence[str] | None = None) -> Iterator[None]:
-    """Keep the system, not its display, from sleeping for want of a user while the block runs and process `pid` lives.
+class Awake:
+    """Keeps the system, not its display, from sleeping for want of a user, while it is held and this process lives.
 
     Does nothing off macOS, unless told the `command` to hold on with.
     """
-    if command is None:
-        command = ("caffeinate", "-i", "-w", str(pid)) if sys.platform == "darwin" else ()
-    holder = _start(command) if command else None
-    try:
-        yield
-    finally:
-        if holder is not None:
-            holder.terminate()
-            try:
-                holder.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                holder.kill()
-                holder.wait()
+
+    def __init__(self, command: Sequence[str] | None = None) -> None:
+        given = ("caffeinate", "-i", "-w", str(os.getpid())) if sys.platform == "darwin" else ()
+        self._command = given if command is None else command
+        self._holder: subprocess.Popen[bytes] | None = None
+
+    @property
+    def held(self) -> bool:
+        """True while the system is kept awake."""
+        return self._holder is not None and self._holder.poll() is None
+
+    def hold(self) -> None:
+        """Keep the system awake until `release`; again does nothing."""
+        if self._command and not self.held:
+            self._holder = _start(self._command)
+
+    def release(self) -> None:
+        """Let the system sleep; again does nothing."""
+        holder, self._holder = self._holder, None
+        if holder is None:
+            return
+        holder.terminate()
+        try:
+            holder.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            holder.kill()
+            holder.wait()
 
 
 def _start(command: Sequence[str]) -> "subprocess.Popen[bytes] | None":

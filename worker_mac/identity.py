@@ -5,12 +5,19 @@ drops when the process ends, however it ends.
 """
 
 import fcntl
+import os
 import secrets
+import time
 from importlib import metadata
 from pathlib import Path
+from typing import IO, Final
 
 from stoa.contracts.errors import ConfigError, WorkerLockedError
 from stoa.contracts.ids import is_name
+
+LOCK_FILE: Final = "lock"
+_TRIES: Final = 5
+_TRY_SECONDS: Final = 0.02
 
 
 class Identity:
@@ -19,14 +26,13 @@ class Identity:
     def __init__(self, folder: Path, host: str = "") -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder
-        self._lock = (folder / "lock").open("a+", encoding="ascii")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        self._lock = (folder / LOCK_FILE).open("a+", encoding="ascii")
+        if not _take(self._lock):
             self._lock.close()
-            raise WorkerLockedError(
-                f"{folder}: another worker uses this state folder", hint="end it, or give this one its own with --state DIR"
-            ) from None
+            raise locked_error(folder, lock_holder(folder))
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()}\n")
+        self._lock.flush()
         self.host = self._host(host)
         self.nonce = secrets.token_hex(8)
 
@@ -52,6 +58,41 @@ class Identity:
         if host != kept:
             path.write_text(f"{host}\n", "ascii")
         return host
+
+
+def _take(lock: IO[str]) -> bool:
+    """Lock a file for this process; somebody who only looks holds it for a moment."""
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(_TRY_SECONDS)
+        else:
+            return True
+    return False
+
+
+def lock_holder(folder: Path) -> int | None:
+    """Process id of the worker that uses this state folder, 0 if it did not say; None if there is none."""
+    try:
+        with (folder / LOCK_FILE).open("r+", encoding="ascii") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                said = lock.read().strip()
+                return int(said) if said.isdecimal() else 0
+    except OSError:
+        return None
+    return None
+
+
+def locked_error(folder: Path, holder: int | None) -> WorkerLockedError:
+    """What to tell somebody who would start a second worker on a folder."""
+    who = f"process {holder} is a worker that" if holder else "another worker"
+    return WorkerLockedError(
+        f"{folder}: {who} uses this state folder",
+        hint="it works already; to end it: `stoa leave` if it starts at log-in, else Ctrl-C in its window. A second one needs --state DIR",
+    )
 
 
 def pinned_key(run_folder: Path) -> str | None:

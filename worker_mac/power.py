@@ -6,13 +6,13 @@ seconds. Nothing here reads a clock or a sensor: `senses.py` does.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from stoa.config.host import MacHost
 
 State = Literal["full", "gentle", "hold", "finish", "pause"]
-Kind = Literal["none", "user", "hours", "power", "heat", "memory", "network", "budget", "disk", "sleep"]
+Kind = Literal["none", "user", "hours", "power", "heat", "memory", "network", "budget", "disk", "sleep", "crash"]
 Thermal = Literal["nominal", "fair", "serious", "critical"]
 Pressure = Literal["normal", "warn", "critical"]
 
@@ -57,6 +57,12 @@ class Senses:
     """Which budget of the network is spent, in words; "" for none."""
     spool_bytes: int = 0
     """Disk that finished groups take while they wait for the network."""
+    going_to_sleep: bool = False
+    """The system waits for us to be still."""
+    crash: str = ""
+    """Why to wait after a crash of the whole Mac, in words; "" for no reason."""
+    share: float = 1.0
+    """Of the usual groups: less for a while after a crash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ class Decision:
     kind: Kind = "none"
     since_seconds: float = 0.0
     """When this state began, by the clock of `Senses`."""
+    share: float = 1.0
+    """Of the usual groups: less for a while after a crash of the whole Mac."""
     milder_since_seconds: float | None = field(default=None, repr=False)
     restarted_at_seconds: float | None = field(default=None, repr=False)
     battery_low: bool = field(default=False, repr=False)
@@ -84,7 +92,7 @@ class Decision:
     @property
     def width(self) -> float:
         """Share of the groups to play in one batch."""
-        return GENTLE_WIDTH if self.state == "gentle" else 1.0
+        return self.share * (GENTLE_WIDTH if self.state == "gentle" else 1.0)
 
     @property
     def starts(self) -> bool:
@@ -108,25 +116,30 @@ class _Objection:
 
 def decide(senses: Senses, allowed: MacHost, before: Decision = PLAY) -> Decision:
     """What to do now, given what was done before. The same inputs give the same decision."""
+    return replace(_decide(senses, allowed, before), share=senses.share)
+
+
+def _decide(senses: Senses, allowed: MacHost, before: Decision) -> Decision:
     now = senses.now_seconds
     battery_low = _battery_low(senses, allowed, before.battery_low)
-    worst = max(_objections(senses, allowed, battery_low), key=lambda one: _STRICTNESS[one.state], default=_Objection("full", "none", ""))
+    objections = _objections(senses, allowed, battery_low)
+    worst = max(objections, key=lambda one: _STRICTNESS[one.state], default=_Objection("full", "none", ""))
+    kept = replace(before, battery_low=battery_low)
     if _STRICTNESS[worst.state] >= _STRICTNESS[before.state]:
-        return Decision(
-            worst.state, worst.reason, worst.kind, before.since_seconds if worst.state == before.state else now,
-            None, before.restarted_at_seconds, battery_low,
-        )  # fmt: skip
-    starting = not before.starts and worst.state in ("full", "gentle")
+        since = before.since_seconds if worst.state == before.state else now
+        return _changed(kept, worst, since)
+    if before.kind not in _FLAPPING:
+        return _changed(kept, worst, now)
     milder_since = now if before.milder_since_seconds is None else before.milder_since_seconds
-    if before.kind in _FLAPPING:
-        hourly = starting and before.kind in _HOURLY
-        recent = hourly and before.restarted_at_seconds is not None and now - before.restarted_at_seconds < RESTART_SECONDS
-        if recent or now - milder_since < SETTLE_SECONDS:
-            reason = _SETTLING + before.reason.removeprefix(_SETTLING)
-            return Decision(before.state, reason, before.kind, before.since_seconds, milder_since, before.restarted_at_seconds, battery_low)
-        restarted_at = now if hourly else before.restarted_at_seconds
-        return Decision(worst.state, worst.reason, worst.kind, now, None, restarted_at, battery_low)
-    return Decision(worst.state, worst.reason, worst.kind, now, None, before.restarted_at_seconds, battery_low)
+    hourly = not before.starts and worst.state in ("full", "gentle") and before.kind in _HOURLY
+    recent = hourly and before.restarted_at_seconds is not None and now - before.restarted_at_seconds < RESTART_SECONDS
+    if recent or now - milder_since < SETTLE_SECONDS:
+        return replace(kept, reason=_SETTLING + before.reason.removeprefix(_SETTLING), milder_since_seconds=milder_since)
+    return replace(_changed(kept, worst, now), restarted_at_seconds=now if hourly else before.restarted_at_seconds)
+
+
+def _changed(before: Decision, worst: _Objection, since_seconds: float) -> Decision:
+    return replace(before, state=worst.state, reason=worst.reason, kind=worst.kind, since_seconds=since_seconds, milder_since_seconds=None)
 
 
 def _battery_low(senses: Senses, allowed: MacHost, before: bool) -> bool:
@@ -138,6 +151,10 @@ def _battery_low(senses: Senses, allowed: MacHost, before: bool) -> bool:
 
 
 def _objections(senses: Senses, allowed: MacHost, battery_low: bool) -> Iterator[_Objection]:
+    if senses.going_to_sleep:
+        yield _Objection("pause", "sleep", "the Mac is going to sleep")
+    if senses.crash:
+        yield _Objection("pause", "crash", senses.crash)
     if senses.awake_seconds is not None and senses.awake_seconds < AWAKE_SECONDS:
         yield _Objection("pause", "sleep", "the Mac has just woken up")
     yield from _body(senses)

@@ -16,6 +16,8 @@ from tests.unit.worker_mac.publishing import Publishing, Quiet, train_request
 from tests.unit.worker_mac.tasks import Dialogue
 from worker_mac.engine import MacEngine, Waits
 from worker_mac.guest import Guest
+from worker_mac.holds import Awake
+from worker_mac.panics import Caution
 from worker_mac.power import Senses
 
 
@@ -216,3 +218,89 @@ def test_a_spent_budget_pauses_and_names_itself(mac: Sensed) -> None:
     guest = Guest(MacHost(), mac, spent_budget=lambda: "this day's network budget of 1 GB is spent")
     assert guest.look().reason == "this day's network budget of 1 GB is spent"
     assert not guest.may_transfer
+
+
+def test_a_mac_on_mains_is_kept_awake_while_groups_are_played_and_only_then(mac: Sensed) -> None:
+    awake = Awake(("sleep", "77"))
+    guest = Guest(MacHost(on_battery=True), mac, awake=awake)
+    guest.look()
+    assert not awake.held
+    with guest.playing():
+        assert awake.held
+        mac.senses = replace(mac.senses, on_mains=False, battery_percent=90.0)
+        guest.look()
+        assert not awake.held  # unplugged in the middle of a sweep
+        mac.senses = replace(mac.senses, on_mains=True)
+        guest.look()
+        assert awake.held
+    assert not awake.held
+    with pytest.raises(KeyError), guest.playing():
+        raise KeyError
+    assert not awake.held
+
+
+def test_before_sleep_the_sweep_ends_within_a_step_and_after_it_a_moment_passes(published: Publishing, make: Make, mac: Sensed) -> None:
+    guest, still = Guest(MacHost(), mac), list[bool]()
+    sleeper = threading.Thread(target=lambda: still.append(guest.be_still(20.0)))
+
+    def fall_asleep() -> None:
+        sleeper.start()
+        while not guest.must_leave:
+            time.sleep(0.01)
+
+    engine = make(guest, Interrupting(fall_asleep))
+    result = engine.sweep(train_request(), Quiet())
+    sleeper.join(20)
+    assert (result.status, result.reason, still) == ("paused", "paused: the Mac is going to sleep", [True])
+    assert 2 <= result.num_groups < 8
+    assert not guest.may_transfer
+    guest.wake()
+    mac.senses = replace(mac.senses, awake_seconds=2.0)
+    assert guest.look().reason == "the Mac has just woken up"
+    mac.senses = replace(mac.senses, awake_seconds=20.0)
+    guest.look()
+    assert engine.sweep(train_request(), Quiet()).num_groups == 8 - result.num_groups
+    assert len(shipped(published.store)) == 8
+
+
+def test_a_mac_that_plays_too_long_to_be_still_is_said_so(mac: Sensed) -> None:
+    guest = Guest(MacHost(), mac)
+    with guest.playing():
+        assert not guest.be_still(0.05)
+    assert guest.be_still(0.05)
+
+
+def test_a_loose_plug_counts_its_starts_also_across_processes(mac: Sensed, tmp_path: Path) -> None:
+    memory, now = tmp_path / "guest.json", 0.0
+
+    def look(guest: Guest, seconds: float, **change: object) -> bool:
+        nonlocal now
+        now += seconds
+        mac.senses = replace(mac.senses, **change)
+        mac.read = lambda: replace(mac.senses, now_seconds=began + now)  # type: ignore[method-assign]
+        return guest.look().starts
+
+    began = time.monotonic()
+    first = Guest(MacHost(), mac, memory=memory)
+    assert not look(first, 1.0, on_mains=False)
+    assert not look(first, 5.0, on_mains=True)
+    assert look(first, 60.0)
+    assert not look(first, 1.0, on_mains=False)
+    second = Guest(MacHost(), mac, memory=memory)
+    assert not look(second, 1.0)
+    assert not look(second, 1.0, on_mains=True)
+    assert not look(second, 100.0)  # a minute of mains was enough the first time
+    assert look(second, 3600.0)
+
+
+def test_a_torn_memory_of_starts_is_no_obstacle(mac: Sensed, tmp_path: Path) -> None:
+    (tmp_path / "guest.json").write_text("{")
+    assert Guest(MacHost(), mac, memory=tmp_path / "guest.json").look().starts
+
+
+def test_a_crash_waits_in_words_and_then_plays_fewer_groups(mac: Sensed) -> None:
+    guest = Guest(MacHost(), mac)
+    guest.caution = Caution(until=time.time() + 60.0, share=0.5)
+    assert "crashed" in guest.look().reason
+    guest.caution = Caution(until=time.time() - 1.0, share=0.5)
+    assert (guest.look().state, guest.decision.width) == ("full", 0.5)

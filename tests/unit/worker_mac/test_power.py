@@ -40,6 +40,8 @@ QUIET = Senses(1e6, 600, True, 100.0, False, 4000.0, False, "nominal", "normal",
         ({"spent_budget": "today's network budget is spent"}, {}, "finish", "today's network budget"),
         ({"spool_bytes": 2 << 30}, {}, "hold", "disk"),
         ({"spool_bytes": (2 << 30) - 1}, {}, "full", ""),
+        ({"going_to_sleep": True}, {"when": "full"}, "pause", "going to sleep"),
+        ({"crash": "this Mac crashed"}, {"when": "full"}, "pause", "crashed"),
         ({"awake_seconds": 14.0}, {"when": "full"}, "pause", "woken"),
         ({"awake_seconds": 15.0}, {}, "full", ""),
         ({"minute_of_day": 600}, {"hours": "22:00-07:30"}, "finish", "22:00 to 07:30"),
@@ -88,6 +90,13 @@ def test_gentle_halves_time_and_width() -> None:
     assert (PLAY.duty, PLAY.width) == (1.0, 1.0)
     gentle = decide(replace(QUIET, idle_seconds=1.0), MacHost())
     assert (gentle.duty, gentle.width, gentle.starts) == (0.5, 0.5, True)
+
+
+def test_after_a_crash_fewer_groups_are_played_also_by_a_gentle_guest() -> None:
+    assert decide(replace(QUIET, share=0.5), MacHost()).width == 0.5
+    assert decide(replace(QUIET, share=0.5, idle_seconds=1.0), MacHost()).width == 0.25
+    settling = decide(replace(QUIET, on_mains=False, share=0.5), MacHost())
+    assert decide(QUIET, MacHost(), settling).share == 1.0
 
 
 def run(inputs: list[Senses], allowed: MacHost) -> list[tuple[float, Decision]]:

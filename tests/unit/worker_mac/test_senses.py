@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from worker_mac.holds import WIRED_MARGIN_BYTES, awake, groups_that_fit, wired, wired_bytes
+from worker_mac.holds import WIRED_MARGIN_BYTES, Awake, groups_that_fit, wired, wired_bytes
 from worker_mac.power import PLAY, decide
 from worker_mac.senses import (
     MacProbe,
@@ -119,20 +119,22 @@ def test_a_tool_that_is_missing_fails_or_hangs_tells_nothing() -> None:
     assert time.monotonic() - began < 10
 
 
-def test_awake_is_held_inside_the_block_only() -> None:
+def test_the_system_is_kept_awake_from_hold_to_release() -> None:
     import psutil
 
-    command = ("sleep", "77")
+    def holders() -> int:
+        return sum(child.name() == "sleep" for child in psutil.Process().children())
 
-    def held() -> bool:
-        return any(child.name() == "sleep" for child in psutil.Process().children())
-
-    with pytest.raises(KeyError), awake(os.getpid(), command=command):
-        assert held()
-        raise KeyError
-    assert not held()
-    with awake(os.getpid(), command=("no-such-tool-of-this-system",)):
-        pass
+    awake = Awake(("sleep", "77"))
+    for _ in range(2):
+        awake.hold()
+    assert (awake.held, holders()) == (True, 1)
+    for _ in range(2):
+        awake.release()
+    assert (awake.held, holders()) == (False, 0)
+    missing = Awake(("no-such-tool-of-this-system",))
+    missing.hold()
+    assert not missing.held
 
 
 def test_the_wired_limit_is_put_back_however_the_block_ends() -> None:

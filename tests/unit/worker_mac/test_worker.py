@@ -23,7 +23,7 @@ from stoa.contracts.errors import ConfigError, MissingExtraError, WorkerLockedEr
 from stoa.contracts.fleet_messages import FleetEvent, Grant, GrantRequest, SessionStatus
 from stoa.rollouts.shard import MAX_GROUP_BYTES, decode_group
 from tests.unit.worker_mac.publishing import Publishing
-from worker_mac.identity import Identity, pin_key, pinned_key
+from worker_mac.identity import Identity, lock_holder, pin_key, pinned_key
 from worker_mac.worker import read_options, reason_to_greet, require_extra
 from workflows.mac_session import MacSessionWorkflow
 
@@ -55,10 +55,13 @@ def test_worker_without_its_extra_exits_2_and_says_what_to_do(tmp_path: Path) ->
 
 
 def test_a_state_folder_belongs_to_one_worker(tmp_path: Path) -> None:
+    assert lock_holder(tmp_path) is None
     first = Identity(tmp_path)
-    with pytest.raises(WorkerLockedError, match=str(tmp_path)):
+    with pytest.raises(WorkerLockedError, match=f"{tmp_path}: process {os.getpid()} is a worker"):
         Identity(tmp_path)
+    assert lock_holder(tmp_path) == os.getpid()
     first.close()
+    assert lock_holder(tmp_path) is None
     Identity(tmp_path).close()
 
 
