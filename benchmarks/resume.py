@@ -63,7 +63,7 @@ class Teller:
     cancelled = False
     stopping = False
 
-    def report(self, detail: str) -> None:
+    def report(self, detail: str, *, version: int = -1, key: str = "") -> None:
         """Tell the parent, at once."""
         print(detail, flush=True)
 

@@ -54,7 +54,7 @@ class Quiet:
     cancelled: bool = False
     stopping: bool = False
 
-    def report(self, detail: str) -> None:
+    def report(self, detail: str, *, version: int = -1, key: str = "") -> None:
         """Nothing."""
 
 

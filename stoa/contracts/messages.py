@@ -95,6 +95,8 @@ class StepRequest:
     """Longest wait for groups; 0: the run's setting."""
     quarantined: tuple[str, ...] = ()
     """Hosts whose groups are refused."""
+    version: int = -1
+    """Newest version, for whoever looks at the activity."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ class PublishRequest:
     anchor: bool
     checkpoint: bool
     announce: bool = False
+    version: int = -1
+    """The version that will be, for whoever looks at the activity."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,18 @@ class HeadStateResult:
     version: int
     step: int
     epoch: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Heartbeat details of every activity: what it works on and how far it is. Kept small: a server holds all of them."""
+
+    version: int = -1
+    step: int = -1
+    sweep: int = -1
+    last_key: str = ""
+    """Newest object written or read, without the run's prefix."""
+    progress: str = ""
 
 
 @dataclass(frozen=True)

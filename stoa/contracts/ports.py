@@ -25,8 +25,11 @@ from stoa.contracts.messages import (
 class Progress(Protocol):
     """How an engine shows that it moves, and learns that it should stop. Safe to call from any thread."""
 
-    def report(self, detail: str) -> None:
-        """Say what has just been done (under 200 bytes, shown as heartbeat details). Not calling it stops the heartbeat."""
+    def report(self, detail: str, *, version: int = -1, key: str = "") -> None:
+        """Say what has just been done, in a few words: shown as heartbeat details. Not calling it stops the heartbeat.
+
+        version, key: weights in use and newest object, where known; they stay until others are told.
+        """
         ...
 
     @property

@@ -9,23 +9,26 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.edge import EngineProgress, EngineThread, application_error
+from activities.connection import DATA_CONVERTER
+from activities.edge import EngineProgress, EngineThread, application_error, first_beat
 from stoa.contracts.errors import FencedError, ServiceUnavailableError, StoaError
+from stoa.contracts.fleet_messages import SweepRequest
+from stoa.contracts.messages import Beat, PublishRequest, StepRequest
 from stoa.contracts.ports import Progress
 
 
-def environment() -> tuple[ActivityEnvironment, list[str]]:
+def environment() -> tuple[ActivityEnvironment, list[Beat]]:
     env = ActivityEnvironment()
-    beats: list[str] = []
-    env.on_heartbeat = lambda *details: beats.append(str(details[0]))
+    beats: list[Beat] = []
+    env.on_heartbeat = lambda *details: beats.append(details[0])
     return env, beats
 
 
-async def run(env: ActivityEnvironment, thread: EngineThread, work: object) -> object:
-    return await env.run(thread.call, work, "request")
+async def run(env: ActivityEnvironment, thread: EngineThread, work: object, request: object = "request") -> object:
+    return await env.run(thread.call, work, request)
 
 
-async def test_heartbeat_carries_the_newest_detail_cut_to_200_bytes() -> None:
+async def test_heartbeat_carries_the_newest_detail_cut_to_120_bytes() -> None:
     env, beats = environment()
 
     def work(request: str, progress: Progress) -> str:
@@ -36,8 +39,34 @@ async def test_heartbeat_carries_the_newest_detail_cut_to_200_bytes() -> None:
         return request
 
     assert await run(env, EngineThread("t", beat_seconds=0.02), work) == "request"
-    assert "first" in beats
-    assert beats[-1] == "x" * 200
+    assert "first" in [beat.progress for beat in beats]
+    assert beats[-1].progress == "x" * 120
+
+
+async def test_activity_shorter_than_a_heartbeat_shows_what_it_was_asked_and_what_came_before() -> None:
+    env, beats = environment()
+    thread = EngineThread("t", beat_seconds=60)
+
+    def publish(request: PublishRequest, progress: Progress) -> None:
+        progress.report("published", version=4, key="runs/demo/manifests/00000004.e1001-aa.json")
+
+    def train(request: StepRequest, progress: Progress) -> None:
+        return
+
+    await run(env, thread, publish, PublishRequest("demo", 1001, 12, False, False, version=4))
+    await run(env, thread, train, StepRequest("demo", 1001, 13, version=4))
+    assert beats == [
+        Beat(version=4, step=12, progress="starting"),
+        Beat(version=4, step=13, last_key="manifests/00000004.e1001-aa.json", progress="starting"),
+    ]
+    assert first_beat(SweepRequest("demo", "mac-1", 7, "train", ("q",), 8, min_version=2)) == Beat(version=2, sweep=7, progress="starting")
+
+
+def test_beat_of_the_longest_key_and_text_stays_small() -> None:
+    progress = EngineProgress(Beat(version=99_999_999, step=99_999_999, sweep=99_999_999))
+    progress.report("x" * 500, key=f"runs/demo/{'k' * 500}")
+    (payload,) = DATA_CONVERTER.payload_converter.to_payloads([progress.last()[0]])
+    assert len(payload.data) < 400
 
 
 async def test_heartbeat_stops_when_progress_stops() -> None:
@@ -54,7 +83,7 @@ async def test_heartbeat_stops_when_progress_stops() -> None:
 async def test_detail_is_never_cut_inside_a_character() -> None:
     progress = EngineProgress()
     progress.report("\u00e4" * 150)
-    assert progress.last()[0] == "\u00e4" * 100
+    assert progress.last()[0].progress == "\u00e4" * 60
 
 
 async def test_all_calls_share_one_thread() -> None:

@@ -28,7 +28,7 @@ class Reports:
     stopping: bool = False
     seen: list[str] = field(default_factory=list)
 
-    def report(self, detail: str) -> None:
+    def report(self, detail: str, *, version: int = -1, key: str = "") -> None:
         self.seen.append(detail)
 
 

@@ -27,7 +27,7 @@ class Quiet:
         self.cancelled = False
         self.stopping = False
 
-    def report(self, detail: str) -> None:
+    def report(self, detail: str, *, version: int = -1, key: str = "") -> None:
         self.details.append(detail)
 
 
