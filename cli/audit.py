@@ -1,14 +1,17 @@
-"""Checks that nothing was counted twice: the lineage of steps and the chain of versions of one run, from its records.
+"""Checks that nothing was counted twice or lost: the lineage of steps, the chain of versions and the groups of one run.
 
-Pure: the rows come from signed manifests and create-only step objects; no server is asked.
+Pure: the rows come from signed manifests, create-only step objects and a listing of the bucket; no server is asked.
+`audit` needs a run's record only; what became of uploads, and whether a fenced trainer was ever obeyed, needs somebody
+who watched HEAD and listed the groups.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from cli.report.record import RunRecord, StepRow, VersionRow
+from stoa.bucket import keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,99 @@ class Audit:
     def clean(self) -> bool:
         """True if nothing was found."""
         return not self.faults
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A group in the bucket, and when it came: the bucket's clock, Unix seconds."""
+
+    key: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSeen:
+    """HEAD as somebody read it at a time (Unix seconds)."""
+
+    at: float
+    seq: int
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Uploads:
+    """What became of the groups that arrived: keys, each in one of these, or trained on or dropped with a reason."""
+
+    lost: tuple[str, ...]
+    """Passed over: the trainer took younger ones, or they grew too old, and no step or note says why."""
+    refused: tuple[str, ...]
+    """Refused though honest: for another reason than that their slot's group had come already."""
+    too_late: tuple[str, ...]
+    """Came when their version was beyond the hard bound of staleness already."""
+    waiting: tuple[str, ...]
+    """Might still be trained on."""
+
+
+def uploads(
+    record: RunRecord, arrived: Sequence[Arrived], *, max_staleness_hard: int, noted: Collection[str] = (), grace_seconds: float = 30.0
+) -> Uploads:
+    """What became of every group in the bucket, by the lineage of HEAD and the drop notes (`noted`).
+
+    grace_seconds: a step that began so soon after a group came need not have known it.
+    """
+    gone: set[str] = {*noted}
+    refused: list[str] = []
+    for row in record.steps:
+        gone |= {*row.consumed, *row.dropped, *(key for key, _, _ in row.refused)}
+        refused += [key for key, _, reason in row.refused if reason != "slot_taken"]
+    lost: list[str] = []
+    too_late: list[str] = []
+    waiting: list[str] = []
+    for group in sorted((one for one in arrived if one.key not in gone), key=lambda one: one.key):
+        version = keys.parse_group(group.key).version
+        if _version_at(record.versions, group.at) - version > max_staleness_hard:
+            too_late.append(group.key)
+        elif record.version - version > max_staleness_hard or _overtaken(record.steps, version, group.at + grace_seconds):
+            lost.append(group.key)
+        else:
+            waiting.append(group.key)
+    return Uploads(tuple(lost), tuple(refused), tuple(too_late), tuple(waiting))
+
+
+def _version_at(versions: Sequence[VersionRow], at: float) -> int:
+    return max((row.version for row in versions if row.published_at <= at), default=0)
+
+
+def _overtaken(steps: Sequence[StepRow], version: int, since: float) -> bool:
+    """True if a step that began after `since` trained on a younger version: groups are taken oldest version first."""
+    return any(row.started_at > since and any(keys.parse_group(key).version > version for key in row.consumed) for row in steps)
+
+
+def zombie_writes(record: RunRecord, heads: Sequence[HeadSeen]) -> tuple[str, ...]:
+    """Writes of a trainer that had been fenced and were obeyed all the same.
+
+    heads: HEAD as it was read on the way, in any order.
+    """
+    faults: list[str] = []
+    ordered = sorted(heads, key=lambda head: head.seq)
+    for before, head in pairwise(ordered):
+        if head.epoch < before.epoch:
+            faults.append(f"HEAD number {head.seq} is of lease {head.epoch}, after lease {before.epoch}")
+    taken_at: dict[int, float] = {}
+    for head in ordered:
+        taken_at[head.epoch] = min(head.at, taken_at.get(head.epoch, head.at))
+    for row in record.versions:
+        late = [epoch for epoch, at in taken_at.items() if epoch > row.epoch and at < row.published_at]
+        if late:
+            faults.append(f"version {row.version} of lease {row.epoch} was made after lease {min(late)} had the run")
+    for before, row in pairwise(record.versions):
+        if row.epoch < before.epoch:
+            faults.append(f"version {row.version} is of lease {row.epoch}, after lease {before.epoch}")
+    for before, row in pairwise(record.steps):
+        if row.epoch < before.epoch:
+            faults.append(f"step {row.step} is of lease {row.epoch}, after lease {before.epoch}")
+    return tuple(faults)
 
 
 def audit(record: RunRecord) -> Audit:
