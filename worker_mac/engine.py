@@ -126,6 +126,11 @@ class MacEngine:
         """True once a sweep found that the run has stopped. For any thread."""
         return self._stopped
 
+    @property
+    def holds_weights(self) -> bool:
+        """True once weights are in memory. For any thread."""
+        return self._versions.version >= 0
+
     def close(self) -> None:
         """End the background threads; what was not sent stays in the spool."""
         self._versions.close()

@@ -24,6 +24,8 @@ from worker_mac.senses import NoProbe, Probe
 _log = structlog.get_logger(__name__)
 
 LOOK_SECONDS: Final = 1.0
+NO_SLEEP_SECONDS: Final = 60.0
+"""A system that has not slept this long after it said so does not: this clock stands still while it sleeps."""
 _LONGEST_REST_SECONDS: Final = 1.0
 _STILL_KINDS: Final = ("network", "budget", "sleep")
 """Reasons not to use the network."""
@@ -54,8 +56,7 @@ class Guest:
         self._senses = Senses(time.monotonic())
         self.caution = Caution()
         """What crashes of the whole Mac ask for."""
-        self.going_to_sleep = False
-        """Set while the system waits for us to be still."""
+        self._sleep_due: float | None = None
         self.spool_bytes = 0
         """Kept up to date by the engine."""
         self.decision: Decision = replace(PLAY, since_seconds=time.monotonic(), restarted_at_seconds=self._remembered())
@@ -111,6 +112,11 @@ class Guest:
         return self._senses.thermal or ""
 
     @property
+    def going_to_sleep(self) -> bool:
+        """True from the system's notice on until it has woken up, or has not slept after all."""
+        return self._sleep_due is not None and time.monotonic() < self._sleep_due
+
+    @property
     def playing_now(self) -> bool:
         """True while groups are played."""
         return not self._still.is_set()
@@ -141,13 +147,13 @@ class Guest:
 
     def be_still(self, timeout_seconds: float) -> bool:
         """Before the system sleeps: no group is started, and those in hand are let go of. False if they were not in time."""
-        self.going_to_sleep = True
+        self._sleep_due = time.monotonic() + NO_SLEEP_SECONDS
         self.look()
         return self._still.wait(timeout_seconds)
 
     def wake(self) -> None:
         """The system no longer sleeps, or did not."""
-        self.going_to_sleep = False
+        self._sleep_due = None
         self.look()
 
     def _hold(self) -> None:

@@ -2,7 +2,8 @@
 
 It waits for whatever is not there yet (Temporal, its namespace, the bucket, the run), starts this Mac's session, serves
 its queue with one sweep at a time, says hello again after sleep or silence, and ends when the run has stopped. What a
-sweep does is the engine's business. Nothing listens on a port.
+sweep does is the engine's business. Nothing listens on a port. After sleep and after a long pause it begins anew: only
+a new process gives back all that a GPU driver holds.
 """
 
 import argparse
@@ -18,8 +19,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 from temporalio.client import Client
-from temporalio.common import WorkflowIDConflictPolicy
-from temporalio.service import RPCError
 from temporalio.worker import Worker
 
 from activities.connection import connect_forever, make_runtime, make_worker, supervise
@@ -29,10 +28,11 @@ from stoa.bucket.head import read_head
 from stoa.bucket.run_document import RunDocument, fetch_model_files, read_run
 from stoa.bucket.store import Store
 from stoa.config.host import MacHost
-from stoa.config.load import bucket_credentials, load_mac_host, load_run, state_folder
+from stoa.config.load import bucket_credentials, kept_environment, load_mac_host, load_run, state_folder
 from stoa.config.run import RunConfig
 from stoa.contracts import names
 from stoa.contracts.errors import (
+    MacCrashedError,
     MissingExtraError,
     ObjectMissingError,
     RunMissingError,
@@ -41,13 +41,16 @@ from stoa.contracts.errors import (
     StoaError,
     UsageError,
 )
-from stoa.contracts.fleet_messages import Goodbye, Hello, SessionInput
 from stoa.telemetry import log as telemetry
+from worker_mac.ending import ANEW_SECONDS, FINISH_SECONDS, LEAVE_SECONDS, LastCall, begin_anew, cut_short, leave
 from worker_mac.guest import Guest
-from worker_mac.identity import Identity, pin_key, pinned_key, project_version
+from worker_mac.identity import Identity, pin_key, pinned_key
 from worker_mac.limits import Budgets, CappedMeters
+from worker_mac.membership import Membership, reason_to_greet
+from worker_mac.panics import Caution, PanicLog
 from worker_mac.senses import probe_here
 from worker_mac.service import Attempts
+from worker_mac.sleeps import Sleeps, sleeps_here
 
 if TYPE_CHECKING:
     from worker_mac.engine import MacEngine
@@ -59,13 +62,13 @@ MakeEngine = Callable[..., "MacEngine"]
 BUCKET_PATIENCE_SECONDS: Final = 20.0
 LONGEST_WAIT_SECONDS: Final = 5.0
 TICK_SECONDS: Final = 1.0
-CLOCK_JUMP_SECONDS: Final = 10.0
-"""A tick that took this long by the wall clock means that the Mac slept."""
-SILENCE_SECONDS: Final = 60.0
-"""Without a sweep for this long the session may have lost us."""
 RESUME_SECONDS: Final = 60.0
 """A worker started on a stopped run waits this long for it to be resumed."""
 GRACEFUL_SECONDS: Final = 30.0
+CRASH_SECONDS: Final = 60.0
+"""macOS may report a crash minutes after the Mac is up again: looked for this often."""
+STILL_SECONDS: Final = 20.0
+"""A system that will sleep waits 30 s for us at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,51 +82,79 @@ class Options:
     allow: Path | None = None
     always: bool = False
     parks: bool = False
+    kept: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """This worker's state folder."""
+        return self.state or state_folder("mac")
 
 
-def main(arguments: Sequence[str] | None = None, *, make_engine: "MakeEngine | None" = None) -> int:
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a worker's life ended: exit code, why it is not 0, whether never to try again, and why to begin anew."""
+
+    code: int = 0
+    reason: str = ""
+    stays_off: bool = False
+    anew: str = ""
+
+
+def main(arguments: Sequence[str] | None = None, *, make_engine: "MakeEngine | None" = None, sleeps: Sleeps | None = None) -> int:
     """Run the worker; returns the exit code: 0 the run has stopped or we were asked to end, 1 failed, 2 wrong use.
 
     With --parks a third quick failure, and every start after it, is 0 too, so that launchd does not start it again.
-    make_engine: what is called in place of `MacEngine`, with its arguments: for rehearsals without a model.
+    make_engine: what is called in place of `MacEngine`, with its arguments: for rehearsals without a model. sleeps: what
+    tells of this machine's sleep.
     """
     options = read_options(arguments)
     telemetry.configure(worker="mac")
-    if not options.parks:
-        return _run(options, make_engine)[0]
-    attempts = Attempts(options.state or state_folder("mac"))
-    if parked := attempts.parked():
+    attempts = Attempts(options.folder) if options.parks else None
+    if attempts is not None and (parked := attempts.parked()):
         _log.error("worker_parked", reason=parked)
         return 0
-    code, reason = _run(options, make_engine)
-    if code == 0:
+    ended = _run(options, make_engine, sleeps or sleeps_here())
+    if attempts is not None and ended.code == 0:
         attempts.forget()
-        return 0
-    if parked := attempts.failed(reason):
+    if ended.anew:
+        _log.info("worker_begins_anew", reason=ended.anew)
+        begin_anew()
+    if attempts is None or ended.code == 0:
+        return ended.code
+    parked = ended.reason if ended.stays_off else attempts.failed(ended.reason)
+    if parked:
         _log.error("worker_parked", reason=parked)
-        return 0
-    return code
+    return 0 if parked else ended.code
 
 
-def _run(options: Options, make_engine: "MakeEngine | None") -> tuple[int, str]:
-    """Exit code, and why it is not 0."""
+def _run(options: Options, make_engine: "MakeEngine | None", sleeps: Sleeps) -> Ended:
+    """One life of the worker."""
     try:
         require_extra()
-        config = load_run(options.config)
-        identity = Identity(options.state or state_folder("mac"), options.host)
+        environ = kept_environment(options.folder) if options.kept else None
+        config = load_run(options.config, environ=environ)
+        identity = Identity(options.folder, options.host)
         telemetry.bind(run=config.run, host=identity.host)
         try:
             allowed = load_mac_host(options.allow or _own_limits(identity.folder))
-            asyncio.run(_Worker(config, identity, options.place, allowed, always=options.always, make_engine=make_engine).run())
+            store = Store(config.bucket, bucket_credentials(config.bucket, environ=environ), patience_seconds=BUCKET_PATIENCE_SECONDS)
+            panics = PanicLog(identity.folder)
+            _check(panics.begin())
+            worker = _Worker(config, identity, options, allowed, store, panics, sleeps, make_engine)
+            try:
+                asyncio.run(worker.run())
+            finally:
+                panics.end()
         finally:
             identity.close()
     except StoaError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
-        return (2 if isinstance(error, UsageError) else 1), error.message
+        code = 2 if isinstance(error, UsageError) else 1
+        return Ended(code, error.message, stays_off=isinstance(error, MacCrashedError))
     except Exception as error:  # noqa: BLE001 - a worker's main is one of the three edges
         _log.exception("worker_crashed")
-        return 1, f"{type(error).__name__}: {error}"
-    return 0, ""
+        return Ended(1, f"{type(error).__name__}: {error}")
+    return Ended(anew=worker.anew)
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
@@ -136,8 +167,14 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--allow", type=Path, help="TOML of what this Mac's owner allows (default: mac.toml in the state folder)")
     parser.add_argument("--always", action="store_true", help="play whatever this Mac's user, power and heat are: for a demo")
     parser.add_argument("--parks", action="store_true", help="end for good after three quick failures: for launchd")
+    parser.add_argument("--kept", action="store_true", help="take endpoints and the bucket's key from the state folder: for launchd")
     found = parser.parse_args(arguments)
-    return Options(found.config, found.state, found.host, found.place, found.allow, found.always, found.parks)
+    return Options(found.config, found.state, found.host, found.place, found.allow, found.always, found.parks, found.kept)
+
+
+def _check(caution: Caution) -> None:
+    if caution.stays_off:
+        raise MacCrashedError(f"{caution.stays_off}: it plays no more", hint="to try again: `stoa leave`, then join again")
 
 
 def _own_limits(folder: Path) -> Path | None:
@@ -151,18 +188,6 @@ def require_extra(find: Callable[[str], object] = find_spec) -> None:
         raise MissingExtraError("the Mac worker needs MLX, which is not installed", hint="run `pip install 'stoa[mac]'`")
 
 
-def reason_to_greet(pending: str, *, tick_seconds: float, silent_seconds: float) -> str:
-    """Why to say hello now; "" for no reason.
-
-    pending: the reason of a hello that the server did not take. tick_seconds: wall clock since the last look, which is
-    longer than a tick after sleep (the monotonic clock of a Mac stands still meanwhile). silent_seconds: without a
-    sweep and without a hello.
-    """
-    if tick_seconds > CLOCK_JUMP_SECONDS:
-        return "wake"
-    return pending or ("silence" if silent_seconds > SILENCE_SECONDS else "")
-
-
 class _Worker:
     """One process's life."""
 
@@ -170,29 +195,41 @@ class _Worker:
         self,
         config: RunConfig,
         identity: Identity,
-        place: str,
+        options: Options,
         allowed: MacHost,
-        *,
-        always: bool,
+        store: Store,
+        panics: PanicLog,
+        sleeps: Sleeps,
         make_engine: "MakeEngine | None" = None,
     ) -> None:
-        self._config, self._identity, self._place = config, identity, place
+        self._config, self._identity = config, identity
+        self._membership = Membership(config.run, identity, options.place)
         self._run, self._host = config.run, identity.host
-        self._make = make_engine
+        self._store, self._panics, self._sleeps, self._make = store, panics, sleeps, make_engine
         self._stop = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._last_call = LastCall(cut_short, LEAVE_SECONDS)
+        self._anew_call = LastCall(begin_anew, ANEW_SECONDS)
         self._said = ""
         self._run_stopped = False
-        store = Store(config.bucket, bucket_credentials(config.bucket), patience_seconds=BUCKET_PATIENCE_SECONDS)
-        budgets = Budgets(identity.folder / "network.json", allowed.day_bytes, allowed.month_bytes)
-        store.meters = CappedMeters(allowed, budgets)
-        self._store, self._budgets = store, budgets
-        self._guest = Guest(allowed, None if always else probe_here(), spent_budget=budgets.spent)
+        self.anew = ""
+        """Why this process is to begin anew once it has ended; "" if it is not."""
+        self._budgets = Budgets(identity.folder / "network.json", allowed.day_bytes, allowed.month_bytes)
+        store.meters = CappedMeters(allowed, self._budgets)
+        self._guest = Guest(
+            allowed,
+            None if options.always else probe_here(),
+            spent_budget=self._budgets.spent,
+            memory=identity.folder / "guest.json",
+        )
+        self._guest.caution = panics.look()
+        self._looked_for_crashes = time.monotonic()
 
     async def run(self) -> None:
         """Wait for the run, serve it, leave it."""
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            self._loop.add_signal_handler(number, self._leave)
         document = await self._wait_for(self._read_run)
         if document is None:
             return
@@ -200,14 +237,42 @@ class _Worker:
         if engine is None:
             return
         self._guest.start()
+        self._sleeps.start(self._before_sleep, lambda: self._after_wake(engine))
         try:
             if await self._wait_while_stopped(document):
                 await self._serve(document, engine)
         finally:
+            self._sleeps.close()
             await asyncio.to_thread(engine.close)
             self._guest.close()
             self._budgets.close()
-        _log.info("worker_ended", run_stopped=self._run_stopped)
+            self._anew_call.cancel()
+        _log.info("worker_ended", run_stopped=self._run_stopped, anew=self.anew)
+        _check(self._guest.caution)
+
+    def _leave(self) -> None:
+        """We were asked to end."""
+        self._last_call.start()
+        self.anew = ""
+        self._anew_call.cancel()
+        self._stop.set()
+
+    def _before_sleep(self) -> None:
+        """On the thread that tells of sleep: the system sleeps once this returns."""
+        still = self._guest.be_still(STILL_SECONDS)
+        _log.info("sleep_awaited", still=still)
+
+    def _after_wake(self, engine: "MacEngine") -> None:
+        """On the same thread."""
+        self._guest.wake()
+        if engine.holds_weights and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_anew, "the Mac has slept")
+
+    def _begin_anew(self, reason: str) -> None:
+        if not self._stop.is_set():
+            self.anew = reason
+            self._anew_call.start()
+            self._stop.set()
 
     def _read_run(self) -> RunDocument:
         self._store.patience_seconds = 0.0  # waiting, and saying so, is done here
@@ -233,7 +298,7 @@ class _Worker:
             _log.info("worker_waiting", reason=error.message, hint=error.hint)
 
     def _make_engine(self, document: RunDocument) -> "MacEngine":
-        from worker_mac.engine import MacEngine  # noqa: PLC0415 - MLX is loaded once it is known to be there
+        from worker_mac.engine import MacEngine, Waits  # noqa: PLC0415 - MLX is loaded once it is known to be there
 
         folder = self._identity.run_folder(self._run)
         pin_key(folder, document.public_key)
@@ -243,7 +308,10 @@ class _Worker:
         tokenizer = (model_folder / "tokenizer.json").read_bytes()
         environment = registry.create(document.config.environment.name, document.config.environment.settings, tokenizer)
         make = self._make or MacEngine
-        return make(self._store, document, environment, host=self._host, folder=folder, model_folder=model_folder, guest=self._guest)
+        return make(
+            self._store, document, environment, host=self._host, folder=folder, model_folder=model_folder, guest=self._guest,
+            waits=Waits(grace=FINISH_SECONDS),
+        )  # fmt: skip
 
     async def _wait_while_stopped(self, document: RunDocument) -> bool:
         """False if the run has stopped and is not resumed soon, or we are asked to end."""
@@ -305,14 +373,14 @@ class _Worker:
             await supervise(make, self._stop)
         finally:
             watching.cancel()
-            await self._say_goodbye(client, "run stopped" if self._run_stopped else "worker ended")
+            await self._membership.goodbye(client, "run stopped" if self._run_stopped else self.anew or "worker ended")
 
     async def _watch(self, client: Client, config: RunConfig, document: RunDocument, engine: "MacEngine") -> None:
-        """Say hello at the start, after sleep and after silence; end when the run has stopped."""
+        """Say hello at the start, after sleep and after silence; end when the run has stopped; look after the Mac."""
         ticked_at = time.time()
         greeted, looked, reason = 0.0, time.monotonic(), "start"
         while not self._stop.is_set():
-            if reason and await self._say_hello(client, config, reason):
+            if reason and await self._membership.hello(client, config, reason):
                 greeted, reason = time.monotonic(), ""
             await self._pause(TICK_SECONDS)
             now, wall = time.monotonic(), time.time()
@@ -324,43 +392,21 @@ class _Worker:
             if self._run_stopped or engine.run_stopped:
                 self._run_stopped = True
                 self._stop.set()
+            self._look_after(engine)
 
-    async def _say_hello(self, client: Client, config: RunConfig, reason: str) -> bool:
-        """Start this Mac's session, or tell the one there is that we are here; False if the server did not take it."""
-        session = SessionInput(
-            run=self._run,
-            host=self._host,
-            groups=config.rollout.groups,
-            group_size=config.rollout.group_size,
-            sweep_timeout_seconds=config.timeouts.sweep_seconds,
-            heartbeat_seconds=config.timeouts.heartbeat_seconds,
-            away_expiry_seconds=config.timeouts.away_minutes * 60.0,
-            place=self._place,
-        )
-        hello = Hello(self._host, self._identity.nonce, build=project_version(), reason=reason)
-        try:
-            await client.start_workflow(
-                names.MAC_SESSION,
-                session,
-                id=names.session_workflow_id(self._run, self._host),
-                task_queue=names.control_queue(self._run),
-                start_signal=names.HELLO,
-                start_signal_args=[hello],
-                id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
-            )
-        except RPCError as error:
-            _log.warning("hello_failed", reason=reason, error=error.message)
-            return False
-        _log.info("hello_said", reason=reason)
-        return True
-
-    async def _say_goodbye(self, client: Client, reason: str) -> None:
-        handle = client.get_workflow_handle(names.session_workflow_id(self._run, self._host))
-        try:
-            await handle.signal(names.GOODBYE, Goodbye(self._host, self._identity.nonce, reason))
-            _log.info("goodbye_said", reason=reason)
-        except RPCError as error:
-            _log.info("goodbye_failed", error=error.message)
+    def _look_after(self, engine: "MacEngine") -> None:
+        """Crashes that were reported late count; a long pause gives the memory of the weights back."""
+        now = time.monotonic()
+        if now - self._looked_for_crashes >= CRASH_SECONDS:
+            self._looked_for_crashes = now
+            self._guest.caution = self._panics.look()
+            if self._guest.caution.stays_off:
+                self._stop.set()
+                return
+        unload_seconds = self._guest.allowed.unload_minutes * 60.0
+        paused_seconds = self._guest.paused_seconds()
+        if engine.holds_weights and not self._guest.playing_now and 0.0 < unload_seconds <= paused_seconds:
+            self._begin_anew(f"{self._guest.decision.reason}: memory is given back after {paused_seconds:.0f} s")
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, or return at once when this process is asked to end."""
@@ -371,4 +417,4 @@ class _Worker:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

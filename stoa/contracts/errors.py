@@ -194,5 +194,9 @@ class WorkerLockedError(UsageError):
     """Another worker uses this state folder."""
 
 
+class MacCrashedError(StoaError):
+    """The whole Mac crashed more than once lately while groups were played: nothing is played until a person says so."""
+
+
 class MessageTooLargeError(StoaError):
     """A message that would cross Temporal is larger than allowed."""

@@ -1,6 +1,5 @@
 """What system tools print is read right, and what they do not tell is not known."""
 
-import os
 import subprocess
 import sys
 import time

@@ -24,7 +24,8 @@ from stoa.contracts.fleet_messages import FleetEvent, Grant, GrantRequest, Sessi
 from stoa.rollouts.shard import MAX_GROUP_BYTES, decode_group
 from tests.unit.worker_mac.publishing import Publishing
 from worker_mac.identity import Identity, lock_holder, pin_key, pinned_key
-from worker_mac.worker import read_options, reason_to_greet, require_extra
+from worker_mac.membership import reason_to_greet
+from worker_mac.worker import read_options, require_extra
 from workflows.mac_session import MacSessionWorkflow
 
 

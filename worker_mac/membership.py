@@ -1,0 +1,87 @@
+"""A Mac's membership of a run, as told to its session: hello at the start, after sleep and after silence; goodbye at the end.
+
+What a session makes of it is `workflows/session_plan.py`'s; when to say it is the worker's.
+"""
+
+from datetime import timedelta
+from typing import Final
+
+import structlog
+from temporalio.client import Client
+from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.service import RPCError, RPCStatusCode
+
+from stoa.config.run import RunConfig
+from stoa.contracts import names
+from stoa.contracts.fleet_messages import Goodbye, Hello, SessionInput
+from worker_mac.identity import Identity, project_version
+
+_log = structlog.get_logger(__name__)
+
+CLOCK_JUMP_SECONDS: Final = 10.0
+"""A tick that took this long by the wall clock means that the Mac slept."""
+SILENCE_SECONDS: Final = 60.0
+"""Without a sweep for this long the session may have lost us."""
+HELLO_LIMIT: Final = timedelta(seconds=10)
+GOODBYE_LIMIT: Final = timedelta(seconds=2)
+
+
+def reason_to_greet(pending: str, *, tick_seconds: float, silent_seconds: float) -> str:
+    """Why to say hello now; "" for no reason.
+
+    pending: the reason of a hello that the server did not take. tick_seconds: wall clock since the last look, which is
+    longer than a tick after sleep (the monotonic clock of a Mac stands still meanwhile). silent_seconds: without a
+    sweep and without a hello.
+    """
+    if tick_seconds > CLOCK_JUMP_SECONDS:
+        return "wake"
+    return pending or ("silence" if silent_seconds > SILENCE_SECONDS else "")
+
+
+class Membership:
+    """One worker's, in one run."""
+
+    def __init__(self, run: str, identity: Identity, place: str) -> None:
+        self._run, self._identity, self._place = run, identity, place
+
+    async def hello(self, client: Client, config: RunConfig, reason: str) -> bool:
+        """Start this Mac's session, or tell the one there is that we are here; False if the server did not take it."""
+        session = SessionInput(
+            run=self._run,
+            host=self._identity.host,
+            groups=config.rollout.groups,
+            group_size=config.rollout.group_size,
+            sweep_timeout_seconds=config.timeouts.sweep_seconds,
+            heartbeat_seconds=config.timeouts.heartbeat_seconds,
+            away_expiry_seconds=config.timeouts.away_minutes * 60.0,
+            place=self._place,
+        )
+        hello = Hello(self._identity.host, self._identity.nonce, build=project_version(), reason=reason)
+        try:
+            await client.start_workflow(
+                names.MAC_SESSION,
+                session,
+                id=names.session_workflow_id(self._run, self._identity.host),
+                task_queue=names.control_queue(self._run),
+                start_signal=names.HELLO,
+                start_signal_args=[hello],
+                id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+                rpc_timeout=HELLO_LIMIT,
+            )
+        except RPCError as error:
+            _log.warning("hello_failed", reason=reason, error=error.message)
+            return False
+        _log.info("hello_said", reason=reason)
+        return True
+
+    async def goodbye(self, client: Client, reason: str) -> None:
+        """Tell the session that we leave; one that has ended, as a stopped run's has, needs no telling."""
+        host = self._identity.host
+        handle = client.get_workflow_handle(names.session_workflow_id(self._run, host))
+        try:
+            await handle.signal(names.GOODBYE, Goodbye(host, self._identity.nonce, reason), rpc_timeout=GOODBYE_LIMIT)
+        except RPCError as error:
+            if error.status != RPCStatusCode.NOT_FOUND:
+                _log.info("goodbye_failed", error=error.message)
+            return
+        _log.info("goodbye_said", reason=reason)
