@@ -5,8 +5,10 @@ message passes the size check.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -16,14 +18,16 @@ from temporalio.api.common.v1 import Payload
 from temporalio.api.enums.v1 import IndexedValueType
 from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest, ListSearchAttributesRequest
 from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest, RegisterNamespaceRequest
-from temporalio.client import Client
-from temporalio.converter import DataConverter, DefaultPayloadConverter
+from temporalio.client import Client, GrpcCompression
+from temporalio.converter import DataConverter, DefaultPayloadConverter, PayloadCodec
 from temporalio.exceptions import ApplicationError
-from temporalio.runtime import Runtime, TelemetryConfig
-from temporalio.service import RPCError, RPCStatusCode
+from temporalio.runtime import Runtime
+from temporalio.service import KeepAliveConfig, RPCError, RPCStatusCode, TLSConfig
 from temporalio.worker import Worker
 
+from activities.watch import SILENT_SECONDS, WATCH_SECONDS, WatchedRuntime
 from stoa.contracts import names
+from stoa.contracts.access import PLAIN, Access
 from stoa.contracts.errors import (
     AccessDeniedError,
     MessageTooLargeError,
@@ -42,7 +46,13 @@ HEALTHY_SECONDS: Final = 120.0
 HEARTBEAT_THROTTLE: Final = timedelta(seconds=2)
 STICKY_TIMEOUT: Final = timedelta(seconds=5)
 RPC_TIMEOUT: Final = timedelta(seconds=10)
+KEEP_ALIVE: Final = KeepAliveConfig(interval_millis=15_000, timeout_millis=10_000)
+"""A path that a router forgot looks open for ever: it is given up after 25 s, and the polls on it begin anew."""
+SHUTDOWN_SECONDS: Final = 10.0
+"""How long a worker that has gone silent may take to shut down before it is left behind."""
 RETENTION_DAYS: Final = 3
+_ACCESS_HINT: Final = "check the key or certificate for the namespace; an invited Mac asks for another token"
+_MESSAGE = re.compile(r'message: "((?:[^"\\]|\\.)*)"')
 SETUP_HINT: Final = "run `stoa setup`, or `stoa run CONFIG`, which does it first"
 
 ATTRIBUTE_TYPES: Final = {
@@ -83,29 +93,65 @@ class BoundedPayloadConverter(DefaultPayloadConverter):
 DATA_CONVERTER: Final = DataConverter(payload_converter_class=BoundedPayloadConverter)
 
 
-def make_runtime(worker_heartbeat_seconds: float | None = None) -> Runtime:
-    """The process's one SDK runtime; worker heartbeats (1 to 60 s) make `temporal worker list` show it as alive."""
-    interval = None if worker_heartbeat_seconds is None else timedelta(seconds=worker_heartbeat_seconds)
-    return Runtime(telemetry=TelemetryConfig(), worker_heartbeat_interval=interval, disable_environment_info=True)
+def make_runtime(worker_heartbeat_seconds: float | None = None) -> WatchedRuntime:
+    """The one SDK runtime of a worker's process; worker heartbeats (1 to 60 s) make `temporal worker list` show it as alive.
+
+    Its workers must run under `supervise`, which reads the metrics that it keeps.
+    """
+    return WatchedRuntime(worker_heartbeat_seconds)
 
 
-async def connect(address: str, namespace: str, *, runtime: Runtime | None = None) -> Client:
-    """One attempt. Raises ServiceUnavailableError, or AccessDeniedError when the server refuses us."""
+async def connect(
+    address: str, namespace: str, *, access: Access = PLAIN, codec: PayloadCodec | None = None, runtime: Runtime | None = None
+) -> Client:
+    """One attempt. Raises ServiceUnavailableError, or AccessDeniedError when the server refuses us.
+
+    codec: of a process that seals or opens tickets; see `codec.py`.
+    """
     try:
-        return await Client.connect(address, namespace=namespace, data_converter=DATA_CONVERTER, runtime=runtime)
+        return await Client.connect(
+            address,
+            namespace=namespace,
+            data_converter=replace(DATA_CONVERTER, payload_codec=codec),
+            runtime=runtime,
+            keep_alive_config=KEEP_ALIVE,
+            tls=_tls(access),
+            api_key=access.api_key or None,
+            # The proxy takes no compressed messages: a small one could unfold to anything.
+            grpc_compression=GrpcCompression.NONE if access.is_invited else GrpcCompression.GZIP,
+        )
     except RPCError as error:
         raise _service_error(error, address, namespace) from error
     except RuntimeError as error:  # what the SDK raises when it cannot connect, with the gRPC code in the text
         text = str(error)
         if "Unauthenticated" in text or "PermissionDenied" in text:
-            raise AccessDeniedError(f"Temporal at {address} refused our credentials", hint="check the key for the namespace") from error
+            raise AccessDeniedError(f"Temporal at {address} refused our credentials{_said(text)}", hint=_ACCESS_HINT) from error
         raise _unavailable(address) from error
+
+
+def _tls(access: Access) -> TLSConfig | bool:
+    if not access.tls:
+        return False
+    return TLSConfig(
+        server_root_ca_cert=access.ca or None,
+        domain=access.server_name or None,
+        client_cert=access.certificate or None,
+        client_private_key=access.private_key or None,
+    )
+
+
+def _said(text: str) -> str:
+    """What the server wrote beside a status, from the SDK's rendering of it."""
+    found = _MESSAGE.search(text)
+    return f": {found[1]}" if found is not None and found[1] else ""
 
 
 async def connect_forever(
     address: str,
     namespace: str,
     *,
+    access: Access = PLAIN,
+    codec: PayloadCodec | None = None,
     on_wait: OnWait | None = None,
     give_up_seconds: float | None = None,
     runtime: Runtime | None = None,
@@ -120,8 +166,8 @@ async def connect_forever(
     wait_seconds = MIN_WAIT_SECONDS
     while True:
         try:
-            client = await connect(address, namespace, runtime=runtime)
-            await require_setup(client)
+            client = await connect(address, namespace, access=access, codec=codec, runtime=runtime)
+            await (require_namespace(client) if access.is_invited else require_setup(client))
             return client
         except (ServiceUnavailableError, SetupMissingError) as error:
             if give_up_seconds is not None and time.monotonic() - started + wait_seconds > give_up_seconds:
@@ -130,6 +176,15 @@ async def connect_forever(
                 on_wait(error, wait_seconds)
         await asyncio.sleep(wait_seconds)
         wait_seconds = min(wait_seconds * 1.5, 5.0)
+
+
+async def require_namespace(client: Client) -> None:
+    """Pass if the client's namespace exists: all that an invited Mac may ask. Raises as `require_setup` does."""
+    request = DescribeNamespaceRequest(namespace=client.namespace)
+    try:
+        await client.workflow_service.describe_namespace(request, timeout=RPC_TIMEOUT)
+    except RPCError as error:
+        raise _service_error(error, client.service_client.config.target_host, client.namespace) from error
 
 
 async def require_setup(client: Client) -> None:
@@ -148,14 +203,14 @@ async def require_setup(client: Client) -> None:
         raise SetupMissingError(f"namespace {namespace} at {address} lacks search attributes {', '.join(missing)}", hint=SETUP_HINT)
 
 
-async def setup_namespace(address: str, namespace: str, *, patience_seconds: float = 30.0) -> None:
+async def setup_namespace(address: str, namespace: str, *, access: Access = PLAIN, patience_seconds: float = 30.0) -> None:
     """Make a namespace and its search attributes where they are missing, and wait until the server uses them.
 
     Doing it again changes nothing. Raises ServiceUnavailableError (also when it is not usable in time),
     AccessDeniedError, SetupMissingError when an attribute exists with another type.
     """
     deadline = time.monotonic() + patience_seconds
-    client = await _connect_before(deadline, address, namespace)
+    client = await _connect_before(deadline, address, namespace, access)
     while True:
         try:
             await _ensure(client)
@@ -169,10 +224,10 @@ async def setup_namespace(address: str, namespace: str, *, patience_seconds: flo
         await asyncio.sleep(0.2)
 
 
-async def _connect_before(deadline: float, address: str, namespace: str) -> Client:
+async def _connect_before(deadline: float, address: str, namespace: str, access: Access) -> Client:
     while True:
         try:
-            return await connect(address, namespace)
+            return await connect(address, namespace, access=access)
         except ServiceUnavailableError:
             if time.monotonic() > deadline:
                 raise
@@ -249,14 +304,17 @@ def make_worker(
 async def supervise(make: Callable[[], Awaitable[Worker]], stop: asyncio.Event, *, max_failures: int = 10) -> None:
     """Keep a worker running until `stop` is set, then shut it down gracefully.
 
-    A worker that ends by an error (after about a minute of refused polls) is made anew, after a growing wait.
-    Raises ServiceUnavailableError after `max_failures` failures without 2 healthy minutes between.
+    A worker that ends by an error (after about a minute of refused polls), or that has nothing to do and does not poll,
+    is made anew, after a growing wait. Raises ServiceUnavailableError after `max_failures` failures without 2 healthy
+    minutes between.
     """
     num_failures = 0
     while not stop.is_set():
         started = time.monotonic()
         try:
-            await _run_until(await make(), stop)
+            worker = await _unless_stopped(make(), stop)
+            if worker is not None:
+                await _run_until(worker, stop)
         except (RuntimeError, RPCError, ServiceUnavailableError, SetupMissingError) as error:
             num_failures = 1 if time.monotonic() - started > HEALTHY_SECONDS else num_failures + 1
             if num_failures >= max_failures:
@@ -268,17 +326,47 @@ async def supervise(make: Callable[[], Awaitable[Worker]], stop: asyncio.Event, 
             await _wait(stop, wait_seconds)
 
 
+async def _unless_stopped(making: Awaitable[Worker], stop: asyncio.Event) -> Worker | None:
+    """What `making` gives; None, with it cancelled, if `stop` is set first: a client may wait for its server for ever."""
+    made = asyncio.ensure_future(making)
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((made, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return made.result() if made.done() else None
+    finally:
+        stopped.cancel()
+        made.cancel()
+
+
 async def _run_until(worker: Worker, stop: asyncio.Event) -> None:
     running = asyncio.create_task(worker.run())
     stopped = asyncio.create_task(stop.wait())
+    watching = asyncio.create_task(_watch_polls(worker))
     try:
-        await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if not running.done():
+        await asyncio.wait((running, stopped, watching), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            await running
+        elif stopped.done():
             await worker.shutdown()
-        await running
+            await running
+        else:
+            await asyncio.wait((asyncio.create_task(worker.shutdown()),), timeout=SHUTDOWN_SECONDS)
+            watching.result()
     finally:
-        stopped.cancel()
-        running.cancel()
+        for task in (running, stopped, watching):
+            task.cancel()
+
+
+async def _watch_polls(worker: Worker) -> None:
+    """Raise ServiceUnavailableError once the worker has been idle without a poll for too long."""
+    runtime = worker.client.service_client.config.runtime
+    if not isinstance(runtime, WatchedRuntime):
+        await asyncio.Event().wait()
+        return
+    runtime.watch.begin(worker.task_queue)
+    while (silent_seconds := runtime.watch.silent_seconds(worker.task_queue)) < SILENT_SECONDS:
+        await asyncio.sleep(WATCH_SECONDS)
+    raise ServiceUnavailableError(f"the worker of queue {worker.task_queue} has not asked for work for {silent_seconds:.0f} s")
 
 
 async def _wait(stop: asyncio.Event, seconds: float) -> None:
@@ -292,7 +380,7 @@ def _service_error(error: RPCError, address: str, namespace: str) -> StoaError:
     if error.status == RPCStatusCode.NOT_FOUND:
         return SetupMissingError(f"Temporal at {address} has no namespace {namespace}", hint=SETUP_HINT)
     if error.status in (RPCStatusCode.PERMISSION_DENIED, RPCStatusCode.UNAUTHENTICATED):
-        return AccessDeniedError(f"Temporal at {address} refused access to namespace {namespace}: {error.message}")
+        return AccessDeniedError(f"Temporal at {address} refused access to namespace {namespace}: {error.message}", hint=_ACCESS_HINT)
     return _unavailable(address, error.message)
 
 

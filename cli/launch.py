@@ -18,7 +18,7 @@ from stoa.bucket import keys
 from stoa.bucket.manifest import Signer
 from stoa.bucket.run_document import RunDocument, claim_run, new_run, read_run, upload_model_files
 from stoa.bucket.store import Store
-from stoa.config.load import bucket_credentials, signing_seed
+from stoa.config.load import bucket_credentials, signing_seed, temporal_access
 from stoa.config.run import RunConfig
 from stoa.contracts.errors import CheckpointError, RunExistsError, RunMismatchError, SignatureError
 from stoa.contracts.evaluation_messages import EvaluationPlan
@@ -27,7 +27,7 @@ from stoa.weights.layout import Layout, layout_of
 
 _PATIENCE_SECONDS: Final = 5.0
 """A server that a person started in another window a moment ago may not answer yet."""
-_FREE_TO_CHANGE: Final = ("stop.", "temporal.", "bucket.endpoint")
+_FREE_TO_CHANGE: Final = ("stop.", "temporal.", "bucket.endpoint", "macs.")
 """Settings that may differ when a run goes on: when it ends, and where its servers are."""
 
 
@@ -49,8 +49,9 @@ def set_up(config: RunConfig) -> Store:
     """Make the namespaces, their search attributes and the bucket where they are missing; safe to repeat."""
     store = open_store(config)
     store.ensure_bucket()
+    access = temporal_access(config.temporal)
     for namespace in dict.fromkeys((config.temporal.namespace_core, config.temporal.namespace_mac)):
-        asyncio.run(setup_namespace(config.temporal.address, namespace, patience_seconds=_PATIENCE_SECONDS))
+        asyncio.run(setup_namespace(config.temporal.address, namespace, access=access, patience_seconds=_PATIENCE_SECONDS))
     return store
 
 

@@ -16,8 +16,10 @@ from temporalio.exceptions import FailureError, WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities import connection
+from stoa.config.load import temporal_access
 from stoa.config.run import Temporal
 from stoa.contracts import names
+from stoa.contracts.access import PLAIN, Access
 from stoa.contracts.errors import (
     AccessDeniedError,
     RunExistsError,
@@ -42,6 +44,7 @@ class Control:
 
     def __init__(self, settings: Temporal) -> None:
         self._settings = settings
+        self._access = temporal_access(settings)
         self._runner = asyncio.Runner()
         self._clients: dict[str, Client] = {}
 
@@ -84,7 +87,7 @@ class Control:
 
     async def _client(self, namespace: str) -> Client:
         if namespace not in self._clients:
-            self._clients[namespace] = await connect(self._settings.address, namespace)
+            self._clients[namespace] = await connect(self._settings.address, namespace, self._access)
         return self._clients[namespace]
 
     async def _start_run(self, start: RunInput) -> None:
@@ -165,10 +168,10 @@ class Control:
             raise ServiceError(f"run {run}: its workflow cannot answer: {problem}") from None
 
 
-async def connect(address: str, namespace: str) -> Client:
+async def connect(address: str, namespace: str, access: Access = PLAIN) -> Client:
     """A client of a namespace that answers, or a typed error within `CALL_SECONDS`."""
     try:
-        client = await asyncio.wait_for(connection.connect(address, namespace), CALL_SECONDS)
+        client = await asyncio.wait_for(connection.connect(address, namespace, access=access), CALL_SECONDS)
         await client.workflow_service.describe_namespace(
             DescribeNamespaceRequest(namespace=namespace), timeout=timedelta(seconds=CALL_SECONDS)
         )

@@ -26,7 +26,7 @@ from temporalio.worker import Worker
 
 from activities.connection import connect_forever, make_runtime, supervise
 from activities.train import TrainActivities, acquire_worker, lease_worker
-from stoa.config.load import Launch, load_run, state_folder, torchrun_launch
+from stoa.config.load import Launch, load_run, state_folder, temporal_access, torchrun_launch
 from stoa.config.run import RunConfig
 from stoa.contracts.errors import (
     MissingExtraError,
@@ -239,7 +239,8 @@ class _Worker:
 
     async def _new_client(self) -> Client:
         temporal = self._config.temporal
-        return await connect_forever(temporal.address, temporal.namespace_core, on_wait=self._say, runtime=self._runtime)
+        access = temporal_access(temporal)
+        return await connect_forever(temporal.address, temporal.namespace_core, access=access, on_wait=self._say, runtime=self._runtime)
 
     async def _connected(self) -> Client | None:
         """A client once Temporal and its namespace are there; None if asked to end first."""

@@ -167,6 +167,7 @@ class Store:
                 region_name=self.settings.region,
                 aws_access_key_id=self._credentials.key,
                 aws_secret_access_key=self._credentials.secret,
+                aws_session_token=self._credentials.session or None,
                 config=config,
             )
         except ValueError as error:

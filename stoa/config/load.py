@@ -3,7 +3,9 @@
 What the settings are is `run.py`'s and `host.py`'s. Secrets come from here and nowhere else, and never print themselves.
 
     STOA_TEMPORAL_ADDRESS  STOA_BUCKET_ENDPOINT  STOA_BUCKET_NAME     endpoints, stronger than the file
+    STOA_TEMPORAL_API_KEY  STOA_TEMPORAL_CA  STOA_TEMPORAL_CERT  STOA_TEMPORAL_KEY     a key; paths of PEM files
     STOA_BUCKET_KEY  STOA_BUCKET_SECRET                               else AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY
+    STOA_MAC_BUCKET_KEY  STOA_MAC_BUCKET_SECRET  STOA_MAC_BUCKET_SESSION     read-only key that invitations carry
     STOA_STATE                                                        base folder of state on this host
     STOA_SIGNING_KEY                                                  base64 of 32 bytes, else <state>/signing.key
 
@@ -28,7 +30,8 @@ from pydantic import ValidationError
 
 from stoa.config.faults import Origin, config_error
 from stoa.config.host import MacHost
-from stoa.config.run import Bucket, RunConfig
+from stoa.config.run import Bucket, RunConfig, Temporal
+from stoa.contracts.access import Access
 from stoa.contracts.errors import AccessDeniedError, ConfigError
 
 PROJECT_ROOT: Final = Path(__file__).resolve().parents[2]
@@ -36,13 +39,16 @@ DEFAULT_CONFIG: Final = PROJECT_ROOT / "configs" / "demo.toml"
 MAC_CONFIG: Final = PROJECT_ROOT / "configs" / "mac.toml"
 LOOPBACK_KEY: Final = "stoa"
 LOOPBACK_SECRET: Final = "stoa-on-loopback"  # noqa: S105 - a local server's well-known pair, no secret
+MAC_LOOPBACK_KEY: Final = "stoa-mac"
+MAC_LOOPBACK_SECRET: Final = "stoa-mac-on-loopback"  # noqa: S105 - as above, of a key that may only read
 _ENDPOINTS: Final = {
     "STOA_TEMPORAL_ADDRESS": ("temporal", "address"),
     "STOA_BUCKET_ENDPOINT": ("bucket", "endpoint"),
     "STOA_BUCKET_NAME": ("bucket", "name"),
 }
 KEPT_FILE: Final = "environment.json"
-_KEPT: Final = (*_ENDPOINTS, "STOA_BUCKET_KEY", "STOA_BUCKET_SECRET")
+TEMPORAL_SECRETS: Final = ("STOA_TEMPORAL_API_KEY", "STOA_TEMPORAL_CA", "STOA_TEMPORAL_CERT", "STOA_TEMPORAL_KEY")
+_KEPT: Final = (*_ENDPOINTS, *TEMPORAL_SECRETS, "STOA_BUCKET_KEY", "STOA_BUCKET_SECRET")
 """What a Mac's worker reads of the environment; never the key that signs a run."""
 _SEED_BYTES: Final = 32
 _TOML_LINE = re.compile(r"\(at line (\d+), column \d+\)")
@@ -56,6 +62,8 @@ class Credentials:
 
     key: str = field(repr=False)
     secret: str = field(repr=False)
+    session: str = field(default="", repr=False)
+    """Session token of temporary credentials."""
 
 
 def load_run(path: Path | None = None, sets: Sequence[str] = (), *, environ: Mapping[str, str] | None = None) -> RunConfig:
@@ -148,6 +156,57 @@ def kept_environment(folder: Path, *, environ: Mapping[str, str] | None = None) 
     if not isinstance(kept, dict) or not all(name in _KEPT and isinstance(value, str) for name, value in kept.items()):
         raise ConfigError(f"{path}: holds other things than a worker needs", hint=hint)
     return {**cast(dict[str, str], kept), **(os.environ if environ is None else environ)}
+
+
+def mac_credentials(bucket: Bucket, *, environ: Mapping[str, str] | None = None) -> Credentials:
+    """The read-only key for invited Macs; a server on this machine has a well-known pair. Raises AccessDeniedError without one."""
+    source = os.environ if environ is None else environ
+    key, secret = source.get("STOA_MAC_BUCKET_KEY", ""), source.get("STOA_MAC_BUCKET_SECRET", "")
+    if key and secret:
+        return Credentials(key, secret, source.get("STOA_MAC_BUCKET_SESSION", ""))
+    if is_loopback(bucket.endpoint) and not key and not secret:
+        return Credentials(MAC_LOOPBACK_KEY, MAC_LOOPBACK_SECRET)
+    raise AccessDeniedError(
+        f"{bucket.endpoint}: no key for Macs in the environment",
+        hint="make a key that may only read this bucket; set STOA_MAC_BUCKET_KEY and STOA_MAC_BUCKET_SECRET to it",
+    )
+
+
+def temporal_access(settings: Temporal, *, environ: Mapping[str, str] | None = None) -> Access:
+    """How this host speaks to Temporal: TLS by `settings`, certificates and API key by the environment.
+
+    Raises ConfigError for a file that cannot be read, half of a pair, or a key that would go out in clear.
+    """
+    source = os.environ if environ is None else environ
+    api_key, ca, certificate, private_key = (source.get(name, "") for name in TEMPORAL_SECRETS)
+    if bool(certificate) != bool(private_key):
+        raise ConfigError("STOA_TEMPORAL_CERT and STOA_TEMPORAL_KEY go together", hint="set both to paths of PEM files, or none")
+    if not settings.tls and (ca or certificate or (api_key and not is_loopback(settings.address))):
+        what = "STOA_TEMPORAL_API_KEY would be sent in clear" if api_key else "certificates are set"
+        raise ConfigError(f"{what}, and temporal.tls is false", hint="set temporal.tls = true")
+    return Access(
+        settings.tls,
+        settings.tls_server_name,
+        _read_pem(ca, "STOA_TEMPORAL_CA"),
+        _read_pem(certificate, "STOA_TEMPORAL_CERT"),
+        _read_pem(private_key, "STOA_TEMPORAL_KEY", is_secret=True),
+        api_key,
+    )
+
+
+def _read_pem(path: str, variable: str, *, is_secret: bool = False) -> bytes:
+    if not path:
+        return b""
+    try:
+        file = Path(path).expanduser()
+        data = file.read_bytes()
+        if is_secret and file.stat().st_mode & 0o077:
+            raise ConfigError(f"{variable}: others than its owner may read {path}", hint=f"run `chmod 600 {path}`")
+    except OSError as error:
+        raise ConfigError(f"{variable}: {path} cannot be read ({error.strerror})") from None
+    if b"-----BEGIN " not in data:
+        raise ConfigError(f"{variable}: {path} is no PEM file")
+    return data
 
 
 def is_loopback(endpoint: str) -> bool:

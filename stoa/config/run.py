@@ -40,6 +40,8 @@ BucketName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")
 Namespace = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
 Url = Annotated[str, AfterValidator(_url)]
 Address = Annotated[str, AfterValidator(_address)]
+MaybeUrl = Annotated[str, AfterValidator(lambda text: text and _url(text))]
+MaybeAddress = Annotated[str, AfterValidator(lambda text: text and _address(text))]
 Scalar = str | int | float | bool
 DAY_SECONDS = 86_400.0
 MAX_COUNT = 99_999_999
@@ -75,6 +77,10 @@ class Temporal(Section):
     """Namespace of the run and the trainer."""
     namespace_mac: Namespace = "default"
     """Namespace of Mac sessions and evaluations; may be the same one."""
+    tls: bool = False
+    """Speak TLS to it. Certificates and keys come from the environment only."""
+    tls_server_name: str = ""
+    """Name that its certificate must have; "" for the host of the address."""
 
 
 class Bucket(Section):
@@ -88,6 +94,17 @@ class Bucket(Section):
     """Region of the bucket; R2's is auto."""
     head_interval_seconds: Annotated[float, Field(ge=0.0, le=60.0)] = 1.0
     """Least time between two writes of HEAD: R2 allows one a second."""
+
+
+class Macs(Section):
+    """How invited Macs reach the servers, where that is another way than this host's; told in their tokens."""
+
+    temporal_address: MaybeAddress = ""
+    """Host and port of the proxy before Temporal; "" for temporal.address."""
+    temporal_tls: bool = False
+    """The proxy speaks TLS; with "" above temporal.tls counts."""
+    bucket_endpoint: MaybeUrl = ""
+    """URL of the bucket as Macs see it, for which their tickets are signed; "" for bucket.endpoint."""
 
 
 class Environment(Section):
@@ -290,6 +307,7 @@ class RunConfig(Section):
     """Folder of the base checkpoint."""
     temporal: Temporal = Field(default_factory=Temporal)
     bucket: Bucket = Field(default_factory=Bucket)
+    macs: Macs = Field(default_factory=Macs)
     environment: Environment = Field(default_factory=Environment)
     rollout: Rollout = Field(default_factory=Rollout)
     learning: Learning = Field(default_factory=Learning)
