@@ -214,6 +214,13 @@ class Versions:
         _log.info("run_joined", version=head.version, bytes=live.num_bytes, seconds=done - started)
         return self._served, Pulled(pulled_at - started, done - pulled_at, _since(head))
 
+    def _room(self) -> tuple[LiveWeights, Model]:
+        """The one place for live weights, made at the first call: a Mac downloads while it makes room for 9 GB."""
+        if self._memory is None:
+            live = LiveWeights(self._puller.layout)
+            self._memory = live, Model(self._config, live.arrays)
+        return self._memory
+
     def _advance(self, served: Served, head: Head, started: float) -> tuple[Served, Pulled]:
         """Apply the next version. While it is written, and if that fails, nothing is served."""
         staged, self._staged = self._staged, None

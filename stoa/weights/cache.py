@@ -1,6 +1,7 @@
-"""The disk of a machine that pulls: anchors' parts and deltas of one run, each checked against its sha256 when read.
+"""The disk of a machine that pulls: anchors' parts and deltas of one run, each checked against its sha256 when it comes.
 
-Files are immutable and stand under their key below the run's root. What is downloaded next is the caller's plan; here
+Files are immutable and stand under their key below the run's root. Those that were here are checked again when `read`;
+an anchor's parts, 9 GB of them, go by `file`, and the digests of the weights tell. What is downloaded next is the caller's plan; here
 it comes with all ranges at once while the first of it is read already. Within `max_bytes` the newest anchors stay, with
 the deltas after them, so that a re-join downloads little; the oldest go first. A `Cache` is for one thread at a time.
 """
@@ -15,7 +16,7 @@ from typing import Final
 import structlog
 
 from stoa.bucket import keys
-from stoa.bucket.download import Downloads, fetch
+from stoa.bucket.download import Downloads, fetch, file_sha256
 from stoa.bucket.store import Store, check_sha256
 from stoa.bucket.transfer import Wanted
 from stoa.contracts.errors import DiskFullError, FormatError
@@ -52,8 +53,7 @@ class Cache:
         if key.endswith(".json"):
             return self._read_small(key, sha256, num_bytes)
         path = self.path(key)
-        if self._coming is not None and key in self._coming_keys:
-            self._coming.wait(key)  # checked on arrival
+        if self._await(key):  # checked on arrival
             return path.read_bytes()
         if path.is_file() and path.stat().st_size == num_bytes:
             data = path.read_bytes()
@@ -62,6 +62,30 @@ class Cache:
             path.unlink()
         self.bytes_downloaded += fetch(self._store, key, path, num_bytes=num_bytes, sha256=sha256)
         return path.read_bytes()
+
+    def file(self, key: str, sha256: str, num_bytes: int) -> Path:
+        """The file of an object, downloaded if it is not here. One that was here has its size; its bytes were checked when
+        they came and are not read again: whoever reads them must be able to tell. Raises as `read`.
+        """
+        path = self.path(key)
+        if not self._await(key) and not self._has(key, num_bytes):
+            self.bytes_downloaded += fetch(self._store, key, path, num_bytes=num_bytes, sha256=sha256)
+        return path
+
+    def drop_damaged(self, needed: Sequence[Needed]) -> int:
+        """Remove the files of these objects that have not their sha256; returns how many there were."""
+        damaged = [path for path, sha256 in ((self.path(key), sha256) for key, sha256, _ in needed) if _is_damaged(path, sha256)]
+        for path in damaged:
+            _log.warning("cached_file_damaged", name=path.name)
+            path.unlink()
+        return len(damaged)
+
+    def _await(self, key: str) -> bool:
+        """Until an object that is on its way is here; False if it is not on its way."""
+        if self._coming is None or key not in self._coming_keys:
+            return False
+        self._coming.wait(key)
+        return True
 
     def _read_small(self, key: str, sha256: str, max_bytes: int) -> bytes:
         """An index: its size is not known beforehand, only bounded."""
@@ -160,6 +184,10 @@ def floor_of(anchors: Mapping[int, int], deltas: Sequence[tuple[int, int]], newe
         if sum(anchors[v] for v in newest_first[:count]) + sum(size for to, size in deltas if to > floor) <= max_bytes:
             return min(floor, newest_anchor)
     return min([newest_anchor, *newest_first[:1]])
+
+
+def _is_damaged(path: Path, sha256: str) -> bool:
+    return path.is_file() and file_sha256(path) != sha256
 
 
 def _leads_to(path: Path) -> int:

@@ -11,11 +11,14 @@ tensors, as stock MLX opens them (codes as uint32, scales and biases as bf16), a
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from pydantic import ConfigDict, TypeAdapter
 
@@ -23,12 +26,14 @@ from stoa.bucket.manifest import DeltaRef, canonical, parse_canonical, validate
 from stoa.contracts.errors import FormatError, WrongBaseError
 from stoa.weights.layout import ArraySpec, Layout
 from stoa.weights.pulse import Change, Codec, Counts, Sections, counts_of, decode_change, decode_segments, encode_change
-from stoa.weights.state import NUMPY_TYPES, WeightState
+from stoa.weights.state import WeightState
 
 DELTA_FORMAT: Final = "stoa-delta-1"
 ANCHOR_FORMAT: Final = "stoa-anchor-1"
 MAX_INDEX_BYTES: Final = 4 << 20
 _MAX_HEADER_BYTES: Final = 4 << 20
+_READ_BYTES: Final = 1 << 20
+"""Read at a time into an array, and hashed while a processor's cache still has it."""
 _DTYPES: Final = {
     "U8": np.dtype("<u1"),
     "U16": np.dtype("<u2"),
@@ -47,6 +52,12 @@ class Table:
     metadata: Mapping[str, str]
     arrays: Mapping[str, NDArray[np.generic]]
     dtypes: Mapping[str, str]
+
+
+_Entry = tuple[str, list[int], int, int]
+"""dtype and shape of an array, and where its bytes begin and end in the body."""
+_Shape = tuple[str, tuple[int, ...]]
+"""dtype and shape of an array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +111,27 @@ def table_pieces(arrays: Mapping[str, tuple[str, NDArray[np.generic]]], metadata
 
 def read_table(data: bytes | memoryview) -> Table:
     """Parse a safetensors file without copying. Raises FormatError unless its arrays fill it exactly."""
-    size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > min(_MAX_HEADER_BYTES, len(data) - 8):
+    size = _header_bytes(data, len(data))
+    metadata, entries = _read_header(data[8 : 8 + size], len(data) - 8 - size)
+    body = memoryview(data)[8 + size :]
+    arrays: dict[str, NDArray[np.generic]] = {}
+    for name, (dtype, shape, start, stop) in entries.items():
+        arrays[name] = np.frombuffer(body[start:stop], dtype=_DTYPES[dtype]).reshape(shape)
+    return Table(metadata, arrays, {name: dtype for name, (dtype, *_) in entries.items()})
+
+
+def _header_bytes(start: bytes | memoryview, num_bytes: int) -> int:
+    """Size of the header of a file of `num_bytes` that begins so. Raises FormatError."""
+    size = int.from_bytes(start[:8], "little")
+    if num_bytes < 8 or len(start) < 8 or size > min(_MAX_HEADER_BYTES, num_bytes - 8):
         raise FormatError("a safetensors file is torn")
+    return size
+
+
+def _read_header(text: bytes | memoryview, num_body_bytes: int) -> tuple[dict[str, str], dict[str, _Entry]]:
+    """Metadata and arrays that a header names. Raises FormatError unless the arrays fill the body exactly."""
     try:
-        header: Any = json.loads(bytes(data[8 : 8 + size]))
+        header: Any = json.loads(bytes(text))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"a safetensors header is not JSON: {error}") from error
     if not isinstance(header, dict):
@@ -112,26 +139,18 @@ def read_table(data: bytes | memoryview) -> Table:
     metadata: Any = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError("safetensors metadata is not strings")
-    body = memoryview(data)[8 + size :]
-    spans: list[tuple[int, int]] = []
-    arrays: dict[str, NDArray[np.generic]] = {}
-    dtypes: dict[str, str] = {}
-    for name, entry in header.items():
-        dtype, shape, start, stop = _entry(name, entry, len(body))
-        spans.append((start, stop))
-        arrays[name] = np.frombuffer(body[start:stop], dtype=_DTYPES[dtype]).reshape(shape)
-        dtypes[name] = dtype
+    entries = {name: _entry(name, entry, num_body_bytes) for name, entry in header.items()}
     end = 0
-    for start, stop in sorted(spans):
+    for start, stop in sorted((start, stop) for _, _, start, stop in entries.values()):
         if start != end:
             raise FormatError("arrays of a safetensors file overlap or leave a hole")
         end = stop
-    if end != len(body):
+    if end != num_body_bytes:
         raise FormatError("a safetensors file has bytes that belong to no array")
-    return Table(metadata, arrays, dtypes)
+    return metadata, entries
 
 
-def _entry(name: str, entry: Any, limit: int) -> tuple[str, list[int], int, int]:
+def _entry(name: str, entry: Any, limit: int) -> _Entry:
     """One array's dtype, shape and span. Raises FormatError unless they agree."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], list(entry["shape"]), entry["data_offsets"]
@@ -259,22 +278,53 @@ def as_stored(spec: ArraySpec, array: NDArray[np.generic]) -> tuple[str, NDArray
 def decode_anchor_part(data: bytes | memoryview, part: AnchorPart, state: WeightState) -> None:
     """Copy one part, whose sha256 has been checked, into the arrays of `state`. Raises FormatError before writing."""
     table = read_table(data)
-    if set(table.arrays) != set(part.arrays) or table.metadata.get("layout_id") != state.layout.layout_id:
-        raise FormatError(f"{part.key} holds other arrays than its index says")
-    specs = {array.name: array for array in state.layout.arrays}
-    found: dict[str, NDArray[np.generic]] = {}
-    for name, array in table.arrays.items():
-        spec = specs.get(name)
-        dtype = "" if spec is None else {"uint8": "U32", "bfloat16": "BF16", "float32": "F32"}[spec.dtype]
-        if spec is None or table.dtypes[name] != dtype:
-            raise FormatError(f"{part.key}: {name} is {table.dtypes[name]}, not {dtype or 'in the layout'}")
-        values = array.view(NUMPY_TYPES[spec.dtype]) if array.ndim else array
-        if values.shape != spec.shape:
-            raise FormatError(f"{part.key}: {name} has shape {values.shape}, not {spec.shape}")
-        found[name] = values
+    _check_part(part, state, table.metadata, {name: (table.dtypes[name], array.shape) for name, array in table.arrays.items()})
     state.verified_id = None
-    for name, values in found.items():
-        np.copyto(state.arrays[name], values)
+    for name, array in table.arrays.items():
+        np.copyto(state.arrays[name], array.view(state.arrays[name].dtype) if array.ndim else array)
+
+
+def read_anchor_part(path: Path, part: AnchorPart, state: WeightState) -> dict[str, str]:
+    """Read the file of one part straight into the arrays of `state`; returns the digests of what stands there then.
+
+    Nothing of it need have been checked: digests that give the promised state_id say more than the file's sha256.
+    Raises FormatError, also in the middle: the arrays are worth nothing then.
+    """
+    with path.open("rb", buffering=0) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        size = _header_bytes(start, num_bytes)
+        metadata, entries = _read_header(file.read(size), num_bytes - 8 - size)
+        _check_part(part, state, metadata, {name: (dtype, tuple(shape)) for name, (dtype, shape, *_) in entries.items()})
+        state.verified_id = None
+        digests: dict[str, str] = {}
+        for name in sorted(entries, key=lambda name: entries[name][2:]):
+            view = state.arrays[name].reshape(-1).view(np.uint8).data
+            digest = xxhash.xxh3_128()
+            at = 0
+            while at < len(view):
+                count = file.readinto(view[at : at + _READ_BYTES])
+                if not count:
+                    raise FormatError(f"{path.name} is torn")
+                digest.update(view[at : at + count])
+                at += count
+            digests[name] = digest.hexdigest()
+    return digests
+
+
+def _check_part(part: AnchorPart, state: WeightState, metadata: Mapping[str, str], found: Mapping[str, _Shape]) -> None:
+    """Raises FormatError unless a part holds the arrays that its index and the layout say."""
+    if set(found) != set(part.arrays) or metadata.get("layout_id") != state.layout.layout_id:
+        raise FormatError(f"{part.key} holds other arrays than its index says")
+    specs = state.layout.arrays_by_name
+    for name, (dtype, shape) in found.items():
+        spec = specs.get(name)
+        expected = "" if spec is None else {"uint8": "U32", "bfloat16": "BF16", "float32": "F32"}[spec.dtype]
+        if spec is None or dtype != expected:
+            raise FormatError(f"{part.key}: {name} is {dtype}, not {expected or 'in the layout'}")
+        stored = (*spec.shape[:-1], spec.shape[-1] // 4) if spec.dtype == "uint8" else spec.shape
+        if shape != stored:
+            raise FormatError(f"{part.key}: {name} has shape {shape}, not {stored}")
 
 
 def encode_index(index: AnchorIndex) -> tuple[bytes, str]:

@@ -5,8 +5,10 @@ returns bytes whose sha256 it has checked.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final, TypeVar
 
 import structlog
@@ -26,7 +28,16 @@ from stoa.contracts.errors import (
     WrongStateError,
 )
 from stoa.weights.chain import Hop, Plan, plan
-from stoa.weights.container import MAX_INDEX_BYTES, DeltaHeader, counts_in, decode_anchor_part, decode_index, read_delta
+from stoa.weights.container import (
+    MAX_INDEX_BYTES,
+    AnchorPart,
+    DeltaHeader,
+    counts_in,
+    decode_anchor_part,
+    decode_index,
+    read_anchor_part,
+    read_delta,
+)
 from stoa.weights.layout import Layout, layout_of
 from stoa.weights.pulse import NIBBLE, PCO, Change, Codec
 from stoa.weights.state import WeightState
@@ -36,6 +47,11 @@ MAX_WALK: Final = 64
 
 Fetch = Callable[[str, str, int], bytes]
 """(key, sha256, num_bytes) -> the bytes."""
+Place = Callable[[str, str, int], Path]
+"""(key, sha256, num_bytes) -> a file of that many bytes, which need not have been checked since it came."""
+NUM_READERS: Final = 4
+"""Files of an anchor that are read at once: a disk gives one reader a fraction of what it can."""
+_Had = TypeVar("_Had")
 _Built = TypeVar("_Built")
 _log = structlog.get_logger()
 
@@ -104,10 +120,10 @@ class Doubts:
     keys: set[str] = field(default_factory=set)
     rollups: bool = False
 
-    def noting(self, fetch: Fetch) -> Fetch:
+    def noting(self, fetch: Callable[[str, str, int], _Had]) -> Callable[[str, str, int], _Had]:
         """`fetch`, with each object noted that cannot be had."""
 
-        def noted(key: str, sha256: str, num_bytes: int) -> bytes:
+        def noted(key: str, sha256: str, num_bytes: int) -> _Had:
             try:
                 return fetch(key, sha256, num_bytes)
             except (ObjectMissingError, DigestError, ObjectTooLargeError):
@@ -184,9 +200,18 @@ def way_to(
             manifests += walk(store, document, oldest, further)[1:]
 
 
-def rebuild(way: Plan, layout: Layout, run: str, fetch: Fetch, *, into: WeightState | None = None) -> WeightState:
-    """The weights at the end of a plan that starts from an anchor, verified by full rescans of its start and end.
+def rebuild(
+    way: Plan,
+    layout: Layout,
+    run: str,
+    fetch: Fetch,
+    *,
+    place: Place | None = None,
+    into: WeightState | None = None,
+) -> WeightState:
+    """The weights at the end of a plan that starts from an anchor; digests of all arrays are checked at its start and end.
 
+    place: where the files of the anchor's parts are, which are then read straight into the arrays, several at once.
     into: weights that are overwritten in place; without it, new ones. They are worth nothing if this raises.
     """
     if way.anchor is None:
@@ -197,15 +222,29 @@ def rebuild(way: Plan, layout: Layout, run: str, fetch: Fetch, *, into: WeightSt
         raise WrongBaseError(f"{way.anchor.index_key} is the index of version {index.version} of run {index.run}")
     if sum(part.num_bytes for part in index.parts) > way.anchor.num_bytes:
         raise FormatError(f"{way.anchor.index_key} names more bytes than its manifest promises")
-    for part in index.parts:
-        decode_anchor_part(fetch(part.key, part.sha256, part.num_bytes), part, state)
-    state.verify(way.anchor.state_id, f"anchor of version {way.anchor.version}")
+    if place is None:
+        for part in index.parts:
+            decode_anchor_part(fetch(part.key, part.sha256, part.num_bytes), part, state)
+        digests = state.tensor_digests()
+    else:
+        digests = _read_parts(index.parts, place, state)
+    state.accept(digests, way.anchor.state_id, f"anchor of version {way.anchor.version}")
     for hop in way.hops:
         for change in read_hop(hop, layout, run, fetch(hop.ref.key, hop.ref.sha256, hop.ref.num_bytes)):
             state.apply(change)
     if way.hops:
         state.verify(way.hops[-1].state_id, f"version {way.hops[-1].version} from anchor {way.anchor.version}")
     return state
+
+
+def _read_parts(parts: Sequence[AnchorPart], place: Place, state: WeightState) -> dict[str, str]:
+    """Read an anchor's parts into `state`, each as soon as its file is there; returns the digests of all arrays."""
+    digests: dict[str, str] = {}
+    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="anchor") as pool:
+        reading = [pool.submit(read_anchor_part, place(part.key, part.sha256, part.num_bytes), part, state) for part in parts]
+        for done in reading:
+            digests |= done.result()
+    return digests
 
 
 def read_hop(hop: Hop, layout: Layout, run: str, data: bytes) -> Iterator[Change]:

@@ -142,6 +142,11 @@ class Layout:
         """All stored arrays, tensor by tensor in canonical order."""
         return tuple(array for spec in self.tensors for array in spec.arrays)
 
+    @cached_property
+    def arrays_by_name(self) -> Mapping[str, ArraySpec]:
+        """Stored arrays by name."""
+        return {array.name: array for array in self.arrays}
+
 
 def layout_of(model_config: Mapping[str, object], raw_dtype: RawType) -> Layout:
     """The layout of a checkpoint of family lfm2_moe or lfm2.

@@ -8,6 +8,7 @@ memory are touched by `apply` alone, after everything about an update has been c
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from stoa.weights.state import WeightState
 _MARK = "high_water.json"
 Mark = tuple[int, int, int]
 """Epoch, version and seq of a HEAD; none of them ever goes down."""
+Memory = Callable[[], WeightState]
 _log = structlog.get_logger()
 
 
@@ -74,23 +76,24 @@ class Puller:
         """Since this object was made."""
         return self._cache.bytes_downloaded
 
-    def join(self, head: Head, *, into: WeightState | None = None) -> WeightState:
+    def join(self, head: Head, *, into: WeightState | Memory | None = None) -> WeightState:
         """The weights HEAD names, from the cheapest anchor and deltas, verified. Takes what is on disk already.
 
-        into: weights to overwrite in place; without it, new ones. They are worth nothing if this raises.
+        into: weights to overwrite in place, or what makes room for them once the bytes are on their way (asked again, it
+        gives the same); without it, new ones. They are worth nothing if this raises.
         """
         return self.build(head, head.version, into=into)
 
-    def build(self, head: Head, version: int, *, into: WeightState | None = None) -> WeightState:
+    def build(self, head: Head, version: int, *, into: WeightState | Memory | None = None) -> WeightState:
         """The weights of `version`, which may be older than HEAD's. Raises ObjectMissingError if it is gone."""
         target = self.manifest_at(head, version)
         started, before = time.monotonic(), self.bytes_downloaded
-        into = into or WeightState.empty(self.layout)
+        if into is None:
+            into = WeightState.empty(self.layout)
 
         def attempt(doubts: Doubts) -> tuple[Plan, WeightState]:
-            way, fetch = self._way(target, {}, doubts), doubts.noting(self._cache.read)
-            with self._cache.coming(self._needed(way, fetch)):
-                return way, rebuild(way, self.layout, self._document.run, fetch, into=into)
+            way = self._way(target, {}, doubts)
+            return way, self._rebuild(way, doubts, into)
 
         way, state = by_any_way(attempt)
         if version == head.version:
@@ -144,7 +147,7 @@ class Puller:
             WrongStateError: it was written in part: the weights must be rebuilt before any use.
         """
         if staged.way is not None:
-            rebuild(staged.way, self.layout, self._document.run, self._cache.read, into=state)
+            self._rebuild(staged.way, Doubts(), state)
             return
         base = state.verified_id or state.state_id()
         if base != staged.base_state_id:
@@ -222,6 +225,23 @@ class Puller:
         except (TypeError, ValueError) as error:
             raise FormatError(f"{path} is not what this program writes", hint="remove it, or the machine's state folder") from error
         return epoch, version, seq
+
+    def _rebuild(self, way: Plan, doubts: Doubts, into: WeightState | Memory) -> WeightState:
+        """The weights at the end of a way, from what is here and what comes. Files that proved damaged are brought anew, once."""
+        fetch, place = doubts.noting(self._cache.read), doubts.noting(self._cache.file)
+        needed = self._needed(way, fetch)
+
+        def once() -> WeightState:
+            with self._cache.coming(needed):
+                room = into if isinstance(into, WeightState) else into()
+                return rebuild(way, self.layout, self._document.run, fetch, place=place, into=room)
+
+        try:
+            return once()
+        except (FormatError, WrongStateError):
+            if not self._cache.drop_damaged(needed):
+                raise
+            return once()
 
     def _way(self, target: Manifest, have: dict[int, str], doubts: Doubts) -> Plan:
         on_disk, versions = self._cache.keys()

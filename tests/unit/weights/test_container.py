@@ -11,7 +11,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoa.contracts.errors import FormatError, LayoutError, WrongBaseError
+from stoa.contracts.errors import FormatError, LayoutError, WrongBaseError, WrongStateError
 from stoa.weights import container
 from stoa.weights.container import DeltaHeader, decode_delta, encode_delta, read_table, write_table
 from stoa.weights.pulse import Change, Counts, counts_of
@@ -147,6 +147,37 @@ def test_anchor_part_gives_back_the_state_bit_for_bit():
     found = WeightState.empty(LAYOUT)
     container.decode_anchor_part(data, part, found)
     assert found.state_id() == state.state_id()
+
+
+def test_every_flipped_or_missing_byte_of_a_part_on_disk_is_told_by_its_form_or_by_the_digests(tmp_path):
+    state, data, part = _anchor()
+    path, expected = tmp_path / "part", state.tensor_digests()
+    path.write_bytes(data)
+    found = WeightState.empty(LAYOUT)
+    assert container.read_anchor_part(path, part, found) == expected
+    found.accept(expected, state.state_id(), "whole")
+    assert found.verified_id == state.state_id() == found.state_id()
+    for bit in range(5, 8 * len(data), 61):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with contextlib.suppress(FormatError):
+            if (digests := container.read_anchor_part(path, part, found)) == expected:
+                # a name or a version in the header's text: every array is as it was
+                assert bit // 8 < 8 + int.from_bytes(data[:8], "little")
+                assert found.state_id() == state.state_id()
+            else:
+                with pytest.raises(WrongStateError):
+                    found.accept(digests, state.state_id(), "damaged")
+                assert found.verified_id is None
+    for length in (0, 7, 8, 100, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(FormatError):
+            container.read_anchor_part(path, part, found)
+    for other in (dataclasses.replace(part, arrays=part.arrays[1:]), dataclasses.replace(part, arrays=(*part.arrays, "x"))):
+        path.write_bytes(data)
+        with pytest.raises(FormatError):
+            container.read_anchor_part(path, other, found)
 
 
 def test_anchor_is_split_into_whole_tensors_and_every_array_comes_once():
