@@ -8,6 +8,7 @@ range that has gone silent, so that one bad connection does not hold up the whol
 
 import contextlib
 import hashlib
+import os
 import random
 import shutil
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from stoa.bucket.store import Store
-from stoa.bucket.transfer import Piece, Transfer, Wanted, part_of
+from stoa.bucket.transfer import Piece, Transfer, Wanted, disk_errors, part_of, put
 from stoa.contracts.errors import BucketError, DigestError, DiskFullError, PreconditionError, ServiceUnavailableError, StoaError
 
 RANGE_BYTES: Final = 8 << 20
@@ -230,6 +231,7 @@ class Downloads:
             if transfer.dead or at >= end:
                 return
         reply = self._store.open_range(transfer.wanted.key, at, end - at, etag=etag, stall_seconds=self._stall_seconds)
+        handle = -1
         try:
             with self._changed:
                 if transfer.dead:
@@ -237,16 +239,28 @@ class Downloads:
                 if not transfer.agree(reply.etag):
                     raise PreconditionError(f"{self._store.name}/{transfer.wanted.key} is another object by now")
                 piece.heard_at = time.monotonic()
-            for chunk in reply.chunks:
-                with self._changed:
-                    self._hear()
-                    before = piece.at
-                    wanted = not self._over.is_set() and transfer.write(piece, chunk, time.monotonic())
-                    self.num_bytes += piece.at - before
-                if not wanted:
-                    return
+                handle = transfer.handle()
+            with disk_errors(transfer.wanted.path):
+                for chunk in reply.chunks:
+                    if not self._keep(piece, handle, chunk):
+                        return
         finally:
             reply.chunks.close()
+            if handle >= 0:
+                os.close(handle)
+
+    def _keep(self, piece: Piece, handle: int, chunk: bytes) -> bool:
+        """Write what came for a piece; False once nothing more of it is wanted."""
+        wanted = memoryview(chunk)[: max(0, piece.end - piece.at)]
+        if not wanted or self._over.is_set():
+            return False
+        put(handle, wanted, piece.at)
+        with self._changed:
+            self._hear()
+            if not piece.transfer.advance(piece, len(wanted), time.monotonic()):
+                return False
+            self.num_bytes += len(wanted)
+            return piece.at < piece.end
 
     def _begin_anew(self, old: Transfer, cause: Exception) -> None:
         """The object has other bytes than were promised, or than before: forget what came, unless it was tried often."""
@@ -257,6 +271,7 @@ class Downloads:
             self._tries[key] += 1
             if self._tries[key] > MIN_TRIES:
                 raise cause if isinstance(cause, DigestError) else DigestError(f"{cause}: it keeps changing") from cause
+            old.forget()  # a thread may still hold its file
             fresh = Transfer(old.wanted, [(0, old.wanted.num_bytes)] if old.wanted.num_bytes else [])
             self._transfers[self._transfers.index(old)] = fresh
             self._changed.notify_all()

@@ -1,7 +1,8 @@
 """One object on its way into a `.part` file: which bytes are here, which are on their way, and the journal that says so.
 
 No request is made and no thread started here: `download.py` does both, and holds its lock around every method but
-`hash_on` and `finish`. A kill at any moment loses what came after the last line of the journal; a power cut may leave
+`hash_on` and `finish`. Bytes are `put` into the file outside that lock: a piece that was taken over meanwhile gets the same
+bytes twice. A kill at any moment loses what came after the last line of the journal; a power cut may leave
 lines for bytes that never reached the disk, which the sha256 finds.
 
 The journal, beside the part, is text: a JSON line of key, size, sha256 and etag, then a line `start end` for every run
@@ -133,20 +134,19 @@ class Transfer:
         self.pieces.append(rest)
         return rest
 
-    def write(self, piece: Piece, chunk: bytes, now: float) -> bool:
-        """Write what came for a piece; False once nothing more of it is wanted."""
+    def handle(self) -> int:
+        """A handle of the file for one thread, which closes it; it outlives `close`."""
+        return os.dup(self._file)
+
+    def advance(self, piece: Piece, num_bytes: int, now: float) -> bool:
+        """So many bytes of a piece were `put`. False if it was taken away meanwhile: they do not count."""
         if self.dead or piece.at >= piece.end:
             return False
-        left = memoryview(chunk)[: piece.end - piece.at]
-        with disk_errors(part_of(self.wanted.path)):
-            while left:
-                written = os.pwrite(self._file, left, piece.at)
-                piece.at += written
-                left = left[written:]
+        piece.at += num_bytes
         piece.heard_at = now
         if piece.at - piece.noted >= NOTE_BYTES:
             self.note(piece)
-        return piece.at < piece.end
+        return True
 
     def note(self, piece: Piece) -> None:
         """Tell the journal how far a piece has come."""
@@ -202,6 +202,15 @@ class Transfer:
         """Remove the part and its journal."""
         part_of(self.wanted.path).unlink(missing_ok=True)
         journal_of(self.wanted.path).unlink(missing_ok=True)
+
+
+def put(handle: int, data: bytes | memoryview, at: int) -> None:
+    """Write bytes of an object to where they belong in its file. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(handle, left, at)
+        at += written
+        left = left[written:]
 
 
 def part_of(path: Path) -> Path:

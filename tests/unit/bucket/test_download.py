@@ -1,6 +1,8 @@
 """Downloads over a real server and links that misbehave: whole files or typed errors, never half a file under a good name."""
 
+import errno
 import hashlib
+import os
 import random
 import shutil
 import signal
@@ -15,7 +17,7 @@ from benchmarks.proxy import Faults, Seen, fault_proxy, reply
 from stoa.bucket import download
 from stoa.bucket.download import Downloads, fetch
 from stoa.bucket.store import Store
-from stoa.bucket.transfer import Transfer, Wanted, journal_of, part_of
+from stoa.bucket.transfer import Transfer, Wanted, journal_of, part_of, put
 from stoa.contracts.errors import (
     AccessDeniedError,
     DigestError,
@@ -156,7 +158,10 @@ def leave_half(path: Path, etag: str, data: bytes) -> None:
     transfer.open()
     assert transfer.agree(etag)
     piece = transfer.take(len(DATA) // 2, 0.0)
-    transfer.write(piece, data[: len(DATA) // 2], 0.0)
+    handle = transfer.handle()
+    put(handle, data[: len(DATA) // 2], 0)
+    os.close(handle)
+    assert transfer.advance(piece, len(DATA) // 2, 0.0)
     transfer.leave(piece)
     transfer.close()
 
@@ -294,9 +299,6 @@ def test_full_disk_is_a_typed_error_and_nothing_is_lost(store: Store, tmp_path):
 
 def test_disk_that_fills_up_in_the_middle_is_a_typed_error_too(store: Store, tmp_path, monkeypatch):
     store.create("k/big", DATA)
-    import errno
-    import os
-
     written, real = [0], os.pwrite
 
     def pwrite(file: int, data: bytes, at: int) -> int:

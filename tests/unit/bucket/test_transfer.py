@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoa.bucket.transfer import Piece, Transfer, Wanted, journal_of, part_of
+from stoa.bucket.transfer import Piece, Transfer, Wanted, journal_of, part_of, put
 
 SIZE = 40_000
 DATA = random.Random(9).randbytes(SIZE)
@@ -24,6 +24,16 @@ ACTIONS = st.lists(
 )
 
 
+def write(transfer: Transfer, piece: Piece, num_bytes: int, *, robbed: bool = False) -> bool:
+    """A thread's next bytes; `robbed`: the piece is taken away while they are written."""
+    handle, wanted = transfer.handle(), DATA[piece.at : min(piece.end, piece.at + num_bytes)]
+    put(handle, wanted, piece.at)
+    os.close(handle)
+    if robbed and piece in transfer.pieces:
+        transfer.take_over(piece, 2.0)
+    return bool(wanted) and transfer.advance(piece, len(wanted), 1.0)
+
+
 def work(transfer: Transfer, actions: list[tuple[str, int]], chance: random.Random) -> None:
     """Threads at work: taking pieces, writing, leaving, robbing each other; robbed ones write on."""
     flying: list[Piece] = []
@@ -33,7 +43,8 @@ def work(transfer: Transfer, actions: list[tuple[str, int]], chance: random.Rand
         elif flying:
             piece = chance.choice(flying)
             if what == "write":
-                transfer.write(piece, DATA[piece.at : piece.at + amount], 1.0)
+                before, robbed = piece.at, chance.random() < 0.2
+                assert not write(transfer, piece, amount, robbed=robbed) or piece.at > before
             elif what == "leave":
                 transfer.leave(piece)
                 flying.remove(piece)
@@ -72,7 +83,8 @@ def test_whole_file_is_named_only_with_its_sha256(tmp_path):
         transfer.agree("etag")
         while transfer.missing:
             piece = transfer.take(7000, 0.0)
-            assert not transfer.write(piece, DATA[piece.at : piece.at + 9999], 0.0)  # more than was asked for is cut off
+            assert write(transfer, piece, 9999)
+            assert piece.at == piece.end
             transfer.leave(piece)
             transfer.hash_on(transfer.whole_prefix)
         assert transfer.is_whole
