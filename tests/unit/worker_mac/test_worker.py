@@ -1,18 +1,12 @@
 import asyncio
 import gc
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from temporalio import activity
-from temporalio.client import Client
 
 from activities.connection import connect, make_worker
 from stoa.bucket import keys
@@ -20,9 +14,9 @@ from stoa.bucket.store import Store
 from stoa.config.load import PROJECT_ROOT
 from stoa.contracts import names
 from stoa.contracts.errors import ConfigError, MissingExtraError, WorkerLockedError
-from stoa.contracts.fleet_messages import FleetEvent, Grant, GrantRequest, SessionStatus
 from stoa.rollouts.shard import MAX_GROUP_BYTES, decode_group
 from tests.unit.worker_mac.publishing import Publishing
+from tests.unit.worker_mac.sessions import Control, events_of, session_of, until, worker_process, write_config
 from worker_mac.identity import Identity, lock_holder, pin_key, pinned_key
 from worker_mac.membership import reason_to_greet
 from worker_mac.worker import read_options, require_extra
@@ -131,61 +125,6 @@ def test_a_parking_worker_that_cannot_start_ends_for_good_at_the_third_try(tmp_p
     found = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=PROJECT_ROOT)
     assert found.stdout == "[2, 2, 0, 0]\n"
     assert "worker_parked" in found.stderr
-
-
-class Control:
-    """The control side of one run: real sessions, grants of the first training questions, notices kept."""
-
-    def __init__(self, questions: list[str]) -> None:
-        self.questions, self.events = questions, []
-
-    @activity.defn(name=names.GRANT_SWEEP)
-    async def grant(self, request: GrantRequest) -> Grant:
-        first = request.sweep * request.num_groups
-        return Grant(request.run, request.host, request.sweep, tuple(self.questions[first : first + request.num_groups]))
-
-    @activity.defn(name=names.NOTIFY_RUN)
-    async def notify(self, event: FleetEvent) -> None:
-        self.events.append(event)
-
-
-def write_config(path: Path, run: str, temporal: str, store: Store) -> None:
-    path.write_text(
-        f'run = "{run}"\n[temporal]\naddress = "{temporal}"\n'
-        f'[bucket]\nendpoint = "{store.settings.endpoint}"\nname = "{store.settings.name}"\n'
-        "[timeouts]\nheartbeat_seconds = 6.0\nhead_poll_seconds = 0.5\n"
-    )
-
-
-@contextmanager
-def worker_process(config: Path, folder: Path, host: str) -> Iterator[subprocess.Popen]:
-    command = [sys.executable, "-m", "worker_mac.worker", str(config), "--state", str(folder), "--host", host, "--place", "here"]
-    with (folder.parent / f"{host}.log").open("a") as log:
-        process = subprocess.Popen(command, cwd=PROJECT_ROOT, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait(10)
-
-
-async def until(condition: Callable[[], object], seconds: float = 40.0) -> object:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = await asyncio.to_thread(condition)
-        if found:
-            return found
-        await asyncio.sleep(0.1)
-    raise AssertionError("it did not happen in time")
-
-
-def events_of(log: Path) -> list[dict]:
-    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-
-
-async def session_of(client: Client, run: str, host: str) -> SessionStatus:
-    return await client.get_workflow_handle(names.session_workflow_id(run, host)).query(names.SESSION_QUERY, result_type=SessionStatus)
 
 
 @pytest.mark.loop
