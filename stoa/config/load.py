@@ -23,14 +23,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from stoa.config.faults import Origin, config_error
 from stoa.config.host import MacHost
-from stoa.config.run import Bucket, RunConfig, Temporal
+from stoa.config.run import Bucket, RunConfig, Section, Temporal
 from stoa.contracts.access import Access
 from stoa.contracts.errors import AccessDeniedError, ConfigError
 
@@ -54,6 +54,7 @@ _SEED_BYTES: Final = 32
 _TOML_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 
 Tree = dict[str, object]
+_Section = TypeVar("_Section", bound=Section)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +92,16 @@ def load_run(path: Path | None = None, sets: Sequence[str] = (), *, environ: Map
 
 def load_mac_host(path: Path | None = None) -> MacHost:
     """What the owner of this Mac allows, by the file at `path`; the defaults without one. Raises ConfigError as `load_run` does."""
-    if path is None:
-        return MacHost()
-    text = _read_text(path, example=MAC_CONFIG)
+    return MacHost() if path is None else load_section(path, MacHost, example=MAC_CONFIG)
+
+
+def load_section(path: Path, kind: type[_Section], *, example: Path) -> _Section:
+    """Settings of any kind from a file of their own; a missing one is told with `example`. Raises ConfigError as `load_run` does."""
+    text = _read_text(path, example=example)
     try:
-        return MacHost.model_validate(_parse(text, path), strict=True)
+        return kind.model_validate(_parse(text, path), strict=True)
     except ValidationError as error:
-        raise config_error(error, MacHost, Origin(str(path), text)) from None
+        raise config_error(error, kind, Origin(str(path), text)) from None
 
 
 def bucket_credentials(bucket: Bucket, *, environ: Mapping[str, str] | None = None) -> Credentials:
