@@ -89,8 +89,7 @@ async def rig(store: Store, temporal_server: Any, tmp_path: Path) -> AsyncIterat
 async def control_side(client: Client, base: Path) -> AsyncIterator[None]:
     questions = list(registry.create("search", {}, (base / "tokenizer.json").read_bytes()).question_ids("train"))
     control = Control(questions)
-    activities = [control.grant, control.notify]
-    async with make_worker(client, names.control_queue(RUN), workflows=[MacSessionWorkflow], activities=activities):
+    async with make_worker(client, names.control_queue(RUN), workflows=[MacSessionWorkflow], activities=control.activities):
         yield
 
 

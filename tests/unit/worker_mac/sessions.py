@@ -16,7 +16,7 @@ from temporalio.client import Client
 from stoa.bucket.store import Store
 from stoa.config.load import PROJECT_ROOT
 from stoa.contracts import names
-from stoa.contracts.fleet_messages import FleetEvent, Grant, GrantRequest, SessionStatus
+from stoa.contracts.fleet_messages import Admitted, AdmitRequest, FleetEvent, Grant, GrantRequest, SessionStatus
 
 
 class Control:
@@ -30,9 +30,17 @@ class Control:
         first = request.sweep * request.num_groups
         return Grant(request.run, request.host, request.sweep, tuple(self.questions[first : first + request.num_groups]))
 
+    @activity.defn(name=names.ADMIT_MAC)
+    async def admit(self, request: AdmitRequest) -> Admitted:
+        return Admitted()
+
     @activity.defn(name=names.NOTIFY_RUN)
     async def notify(self, event: FleetEvent) -> None:
         self.events.append(event)
+
+    @property
+    def activities(self) -> list[Callable]:
+        return [self.grant, self.admit, self.notify]
 
 
 def write_config(path: Path, run: str, temporal: str, store: Store) -> None:

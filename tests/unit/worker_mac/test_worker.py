@@ -150,7 +150,7 @@ async def test_worker_waits_for_the_run_plays_leaves_on_sigterm_and_ends_when_th
 
         questions = list(registry.create("search", {}, (base / "tokenizer.json").read_bytes()).question_ids("train"))
         control = Control(questions)
-        serving = make_worker(client, names.control_queue(run), workflows=[MacSessionWorkflow], activities=[control.grant, control.notify])
+        serving = make_worker(client, names.control_queue(run), workflows=[MacSessionWorkflow], activities=control.activities)
         async with serving:
             listed = await until(lambda: len(found := list(store.list(keys.groups_of_version(run, 0)))) >= 16 and found)
             group = decode_group(store.get(listed[0].key, max_bytes=MAX_GROUP_BYTES).data)
