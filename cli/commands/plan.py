@@ -1,4 +1,4 @@
-"""`stoa plan gpu`: what fits, worked out before a machine is hired."""
+"""`stoa plan gpu | fleet`: what fits, and what a fleet brings, worked out before anything is hired."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,9 +9,76 @@ from cli import say
 from cli.arguments import AsJson
 
 if TYPE_CHECKING:
+    from cli.plan.fleet_answers import Answers, Way
     from cli.plan.gpu import Line, Model
 
-plan = App(name="plan", help="Work out what fits before hiring a machine.")
+plan = App(name="plan", help="Work out what fits before hiring a machine, and what a fleet of Macs brings.")
+
+
+@plan.command
+def fleet(
+    file: Annotated[Path | None, Parameter(help="TOML of the fleet; configs/fleet.toml when left out.")] = None,
+    *,
+    config: Annotated[Path | None, Parameter(help="TOML of the run; full-size settings when left out.")] = None,
+    hours: Annotated[float, Parameter(help="Hours to simulate, the first quarter not counted.")] = 24.0,
+    as_json: AsJson = False,
+) -> None:
+    """What a fleet of Macs brings: steps, idle time, staleness, bytes and cost; what the internet costs; how many Macs are enough."""
+    import json
+
+    from cli.plan.fleet_answers import answer, as_tree
+    from cli.plan.fleet_spec import DEFAULT_FLEET, FleetPlan
+    from stoa.config.load import load_run, load_section
+    from stoa.config.run import RunConfig
+    from stoa.contracts.errors import UsageError
+
+    if not 0.1 <= hours <= 1000.0:
+        raise UsageError(f"--hours {hours:g}: not between 0.1 and 1000")
+    found = load_section(file or DEFAULT_FLEET, FleetPlan, example=DEFAULT_FLEET)
+    if not found.num_macs:
+        raise UsageError(f"{file}: no Macs to plan with", hint="give a kind of Macs a count: [macs.NAME] count = 14")
+    run = load_run(config, environ={}) if config else RunConfig()
+    answers = answer(found, run, hours)
+    if as_json:
+        say.data(json.dumps({**as_tree(answers), "plan": found.model_dump()}))
+        return
+    _print_fleet(answers)
+
+
+def _print_fleet(found: "Answers") -> None:
+    """Sentences and a small table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{say.counted(found.num_macs, 'Mac')}[/], {found.hours_simulated:g} simulated hours, mean of three draws")
+    console.print(
+        f"{found.steps:.1f} steps and {found.versions:.1f} versions an hour; {found.groups_trained:.0f} groups trained on, "
+        f"{found.discarded_fraction:.1%} of what came too old"
+    )
+    console.print(
+        f"the trainer waits for groups {found.trainer_idle_share:.1%} of its time; Macs wait {found.mac_wait_share:.1%} for a grant, "
+        f"{found.mac_pull_share:.1%} for bytes, and are away {found.mac_away_share:.1%}"
+    )
+    ages = ", ".join(f"{lag}: {share:.0%}" for lag, share in found.staleness.items() if share >= 0.005)
+    console.print(f"versions of lag at training (mean {found.staleness_mean:.2f}): {ages}")
+    bill = found.bill
+    console.print(
+        f"{found.gb_down:.2f} GB down and {found.gb_up:.2f} GB up an hour; ${bill.trainer:.2f} trainer + ${bill.bucket_requests:.2f} "
+        f"requests + ${bill.egress:.2f} egress an hour; {bill.storage_gb_a_day:.0f} GB a day kept unless cleared"
+    )
+    table = Table("100 versions", "hours", "USD an hour", "USD", box=None, pad_edge=False)
+    ways: tuple[tuple[str, Way], ...] = (
+        ("these Macs over the internet", found.internet),
+        ("the same Macs on one LAN", found.lan),
+        ("the stated GPU box", found.gpu_box),
+    )
+    for name, way in ways:
+        table.add_row(name, f"{way.hours:.1f}", f"{way.usd_an_hour:.2f}", f"{way.usd:.0f}")
+    console.print(table)
+    console.print(f"the internet makes it {found.internet_costs_share:+.1%} longer; one Mac more, {found.one_more_mac:+.1%} steps")
+    enough = f"{found.macs_to_saturate} Macs of this mix" if found.macs_to_saturate else "no number of Macs that was tried"
+    console.print(f"{enough} keep the trainer busy (it waits less than 5 %)")
 
 
 @plan.command
