@@ -16,7 +16,7 @@ from temporalio.client import Client
 from stoa.bucket.store import Store
 from stoa.config.load import PROJECT_ROOT
 from stoa.contracts import names
-from stoa.contracts.fleet_messages import Admitted, AdmitRequest, FleetEvent, Grant, GrantRequest, SessionStatus
+from stoa.contracts.fleet_messages import AdmitRequest, Admitted, FleetEvent, Grant, GrantRequest, SessionStatus
 
 
 class Control:
