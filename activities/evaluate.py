@@ -3,7 +3,9 @@
 Evaluations live in the namespace `mac`, the run in `core`. Scoring is done by an injected `Evaluator`.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from temporalio import activity
 from temporalio.client import Client
@@ -14,6 +16,7 @@ from activities.edge import run_engine
 from activities.fleet import signal_run
 from stoa.contracts import names
 from stoa.contracts.evaluation_messages import EvaluationResult, EvaluationStart, HeldOutPart, HeldOutRequest, SummariseRequest
+from stoa.contracts.messages import Beat
 from stoa.contracts.ports import Evaluator, Progress
 
 
@@ -26,10 +29,15 @@ class EvaluationActivities:
         self._evaluator = evaluator
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="evaluate")
 
+    def served(self) -> list[Callable[..., Any]]:
+        """All of them, for the worker."""
+        return [self.start, self.held_out, self.summarise, self.report]
+
     @activity.defn(name=names.START_EVALUATION, no_thread_cancel_exception=True)
     async def start(self, request: EvaluationStart) -> None:
         """Start an evaluation; one that runs is left alone, one that is done reports again, one that failed starts again."""
         given = request.input
+        activity.heartbeat(Beat(version=given.version, progress=f"starting {given.evaluation}"))
         workflow_id = names.evaluation_workflow_id(given.run, given.evaluation)
         try:
             await self._mac.start_workflow(
@@ -61,4 +69,5 @@ class EvaluationActivities:
     @activity.defn(name=names.REPORT_EVALUATION, no_thread_cancel_exception=True)
     async def report(self, result: EvaluationResult) -> None:
         """Hand a result to the run; nobody minds if the run has ended."""
+        activity.heartbeat(Beat(version=result.version, last_key=result.key, progress=f"telling of {result.evaluation}"))
         await signal_run(self._core, result.run, names.EVAL_DONE, result)

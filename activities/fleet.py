@@ -1,12 +1,16 @@
-"""Control activities about the fleet: grants, who joined or left, HEAD.state, and telling all that a run ended.
+"""Control activities about the fleet: who may join, who is there, who joined or left, HEAD.state, and what Macs are told.
 
 They run on the control queue of a run, beside the workflows; engines (`Granter`, `HeadKeeper`) are injected.
 Sessions live in the namespace `mac` and the run in `core`: crossing from one to the other happens here only.
 """
 
+import json
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Final
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any, Final
 
 from temporalio import activity
 from temporalio.client import Client
@@ -17,28 +21,29 @@ from activities.edge import application_error, run_engine
 from stoa.contracts import names
 from stoa.contracts.errors import FormatError
 from stoa.contracts.evaluation_messages import ListMacsRequest, MacList
-from stoa.contracts.fleet_messages import FleetEvent, Grant, GrantRequest, Released, ReleaseRequest
+from stoa.contracts.fleet_messages import (
+    AdmitRequest,
+    Admitted,
+    Census,
+    CensusRequest,
+    FleetEvent,
+    MacFacts,
+    Released,
+    ReleaseRequest,
+    Standing,
+    StandingQuery,
+)
 from stoa.contracts.ids import is_name
-from stoa.contracts.messages import HeadStateRequest, HeadStateResult
+from stoa.contracts.messages import Beat, HeadStateRequest, HeadStateResult
 from stoa.contracts.ports import Granter, HeadKeeper, Progress
 
-NUM_GRANT_THREADS: Final = 64
-"""A grant may wait for room, holding its thread: so many Macs can wait at once before others queue behind them."""
+MAX_SIGNALLED_MACS: Final = 200
+"""In a larger fleet Macs come and go too often to signal the run each time: it learns of them by its census."""
+PAGE_BYTES: Final = 12 * 1024
+QUERY_TIMEOUT: Final = timedelta(seconds=8)
 
 _HOST: Final = SearchAttributeKey.for_keyword("RlHost")
-
-
-class GrantActivities:
-    """What a Mac may generate next."""
-
-    def __init__(self, granter: Granter) -> None:
-        self._granter = granter
-        self._threads = ThreadPoolExecutor(NUM_GRANT_THREADS, thread_name_prefix="grant")
-
-    @activity.defn(name=names.GRANT_SWEEP, no_thread_cancel_exception=True)
-    async def grant(self, request: GrantRequest) -> Grant:
-        """The grant of (host, sweep), waiting for room a while."""
-        return await run_engine(self._threads, self._granter.grant, request)
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
 
 class FleetActivities:
@@ -50,13 +55,69 @@ class FleetActivities:
         self._granter = granter
         self._keeper = keeper
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="fleet")
+        self._num_macs = 0
+
+    def served(self) -> list[Callable[..., Any]]:
+        """All of them, for the worker."""
+        return [
+            self.notify_run,
+            self.admit_mac,
+            self.tell_mac,
+            self.census,
+            self.set_head_state,
+            self.list_macs,
+            self.release_macs,
+        ]
 
     @activity.defn(name=names.NOTIFY_RUN, no_thread_cancel_exception=True)
     async def notify_run(self, event: FleetEvent) -> None:
         """Tell the run that a Mac joined or left; what a lost Mac owed leaves the ledger."""
+        activity.heartbeat(Beat(sweep=event.sweep, progress=f"{event.host} {event.event}"))
         if event.event == "left":
             await run_engine(self._threads, self._forget, event)
-        await signal_run(self._core, event.run, names.FLEET_EVENT, event)
+        if self._num_macs <= MAX_SIGNALLED_MACS:
+            await signal_run(self._core, event.run, names.FLEET_EVENT, event)
+
+    @activity.defn(name=names.ADMIT_MAC, no_thread_cancel_exception=True)
+    async def admit_mac(self, request: AdmitRequest) -> Admitted:
+        """Whether a Mac may play: its build is new enough, and the run has nothing against it."""
+        activity.heartbeat(Beat(progress=f"{request.host}, build {request.build}"))
+        if is_older(request.build, names.OLDEST_MAC_BUILD):
+            reason = f"build {request.build} is too old for this run: `pip install -U 'stoa>={names.OLDEST_MAC_BUILD}'`"
+            return Admitted(ok=False, reason=reason)
+        handle = self._core.get_workflow_handle(names.run_workflow_id(request.run))
+        try:
+            standing = await handle.query(
+                names.STANDING_QUERY, StandingQuery(request.host), result_type=Standing, rpc_timeout=QUERY_TIMEOUT
+            )
+        except RPCError as error:
+            if error.status == RPCStatusCode.NOT_FOUND:  # the run has no workflow now: HEAD says what that means
+                return Admitted()
+            raise
+        return Admitted(ok=standing.state == "free", reason=standing.reason, standing=standing.state)
+
+    @activity.defn(name=names.TELL_MAC, no_thread_cancel_exception=True)
+    async def tell_mac(self, standing: Standing) -> None:
+        """Tell a Mac's session how the run thinks of it now; one that is not here is told when it joins."""
+        activity.heartbeat(Beat(progress=f"{standing.host} is {standing.state}"))
+        await _signal(self._mac, names.session_workflow_id(standing.run, standing.host), names.STANDING, standing)
+
+    @activity.defn(name=names.CENSUS, no_thread_cancel_exception=True)
+    async def census(self, request: CensusRequest) -> Census:
+        """Which Macs are here and how each does, one page; and how many groups are on the way."""
+        activity.heartbeat(Beat(progress="asking for live sessions"))
+        found: list[MacFacts] = []
+        async for execution in self._mac.list_workflows(f"{_sessions(request.run)} AND RlState IN ('live', 'resting')"):
+            host = execution.typed_search_attributes.get(_HOST)
+            if host is not None:
+                found.append(await execution.memo_value(names.MEMO, MacFacts(host), type_hint=MacFacts))
+        running, waiting = await run_engine(self._threads, self._count, request)
+        answer = replace(census_page(found, request.after_host), num_groups_running=running, num_groups_waiting=waiting)
+        self._num_macs = answer.num_macs
+        return answer
+
+    def _count(self, _: CensusRequest, __: Progress) -> tuple[int, int]:
+        return self._granter.on_the_way()
 
     def _forget(self, event: FleetEvent, _: Progress) -> None:
         self._granter.host_left(event.host)
@@ -69,7 +130,8 @@ class FleetActivities:
     @activity.defn(name=names.LIST_MACS, no_thread_cancel_exception=True)
     async def list_macs(self, request: ListMacsRequest) -> MacList:
         """Hosts of live sessions, by name, one page."""
-        query = f"{_running(request.run)} AND WorkflowType = '{names.MAC_SESSION}' AND RlState = 'live'"
+        activity.heartbeat(Beat(progress="asking for live sessions"))
+        query = f"{_sessions(request.run)} AND RlState = 'live'"
         found: set[str] = set()
         async for execution in self._mac.list_workflows(query):
             host = execution.typed_search_attributes.get(_HOST)
@@ -81,6 +143,7 @@ class FleetActivities:
     async def release_macs(self, request: ReleaseRequest) -> Released:
         """Tell every session and evaluation of the run that it has ended."""
         query = f"{_running(request.run)} AND WorkflowType IN ('{names.MAC_SESSION}', '{names.EVALUATION}')"
+        activity.heartbeat(Beat(progress="telling sessions and evaluations"))
         num_released = 0
         async for execution in self._mac.list_workflows(query):
             num_released += await _signal(self._mac, execution.id, names.RUN_STOPPED, request)
@@ -92,6 +155,25 @@ def page(hosts: set[str], request: ListMacsRequest) -> MacList:
     rest = sorted(host for host in hosts if host > request.after_host)
     shown = tuple(rest[: request.limit])
     return replace(MacList(shown), next_host=shown[-1] if len(rest) > len(shown) else "")
+
+
+def census_page(found: list[MacFacts], after_host: str) -> Census:
+    """The page of `found` after `after_host`, in the order of names, as long as one message may be."""
+    rest = sorted((one for one in found if one.host > after_host), key=lambda one: one.host)
+    num_bytes, shown = 0, 0
+    for facts in rest:
+        num_bytes += len(json.dumps(asdict(facts), ensure_ascii=False).encode()) + 1
+        if num_bytes > PAGE_BYTES:
+            break
+        shown += 1
+    next_host = rest[shown - 1].host if shown < len(rest) else ""
+    return Census(tuple(rest[:shown]), sum(one.state == "live" for one in found), next_host)
+
+
+def is_older(build: str, oldest: str) -> bool:
+    """True if version `build` (like 0.3.1, whatever follows) is below `oldest`; never for one that runs from source."""
+    mine = _VERSION.match(build)
+    return mine is not None and tuple(map(int, mine.groups())) < tuple(map(int, oldest.split(".")))
 
 
 async def signal_run(core: Client, run: str, signal: str, message: object) -> bool:
@@ -107,6 +189,10 @@ async def _signal(client: Client, workflow_id: str, signal: str, message: object
             return False
         raise
     return True
+
+
+def _sessions(run: str) -> str:
+    return f"{_running(run)} AND WorkflowType = '{names.MAC_SESSION}'"
 
 
 def _running(run: str) -> str:

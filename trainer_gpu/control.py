@@ -22,7 +22,8 @@ from temporalio.worker import Worker
 
 from activities.connection import connect_forever, make_runtime, make_worker, supervise
 from activities.evaluate import EvaluationActivities
-from activities.fleet import FleetActivities, GrantActivities
+from activities.fleet import FleetActivities
+from activities.grants import GrantActivities
 from stoa.config.load import load_run
 from stoa.config.run import RunConfig
 from stoa.contracts import names
@@ -39,6 +40,7 @@ _log = structlog.get_logger(__name__)
 POLL_SECONDS: Final = 0.5
 WORKER_HEARTBEAT_SECONDS: Final = 10.0
 GRACEFUL_SECONDS: Final = 5.0
+MAX_CONTROL_ACTIVITIES: Final = 5000
 END_SECONDS: Final = 12.0
 """Without a parent this process is gone after so long, whatever its threads wait for: a bucket may be away for minutes."""
 
@@ -80,25 +82,22 @@ class _Control:
         core = await connected(temporal.namespace_core)
         mac = core if temporal.namespace_mac == temporal.namespace_core else await connected(temporal.namespace_mac)
         fleet = FleetActivities(core, mac, desk.granter, desk.keeper)
-        grants = GrantActivities(desk.granter)
         evaluations = EvaluationActivities(core, mac, desk.examiner)
-        activities = [
-            grants.grant,
-            fleet.notify_run,
-            fleet.set_head_state,
-            fleet.list_macs,
-            fleet.release_macs,
-            evaluations.start,
-            evaluations.held_out,
-            evaluations.summarise,
-            evaluations.report,
-        ]
+        activities = [GrantActivities(desk.granter).grant, *fleet.served(), *evaluations.served()]
         workflows = [RunWorkflow, MacSessionWorkflow, EvaluationWorkflow]
         queue = names.control_queue(self._config.run)
 
         async def host(client: Client) -> None:
             async def make() -> Worker:
-                return make_worker(client, queue, activities=activities, workflows=workflows, graceful_seconds=GRACEFUL_SECONDS)
+                return make_worker(
+                    client,
+                    queue,
+                    activities=activities,
+                    workflows=workflows,
+                    # Each Mac that waits for room holds one.
+                    max_concurrent_activities=MAX_CONTROL_ACTIVITIES,
+                    graceful_seconds=GRACEFUL_SECONDS,
+                )
 
             await supervise(make, self._stop)
 

@@ -20,8 +20,10 @@ from stoa.contracts.errors import BucketError, FormatError, ObjectExistsError, O
 from stoa.learning.ledger import GrantRecord
 
 GRANT_FORMAT: Final = "stoa-grant-1"
-SWEEPS_A_HOST: Final = 3
-"""A Mac plays one sweep and has asked for the next: older ones are over."""
+MAX_AHEAD: Final = 6
+"""Sweeps a Mac may be granted beyond the one it plays."""
+SWEEPS_A_HOST: Final = MAX_AHEAD + 2
+"""Newest grants that are read: older ones are over."""
 _MAX_KEPT: Final = 8192
 
 log = structlog.get_logger()

@@ -18,13 +18,14 @@ from stoa.bucket.steps import StepManifest, lineage, read_drop_notes, read_step
 from stoa.bucket.store import Store
 from stoa.config.run import RunConfig
 from stoa.contracts.errors import FormatError, ObjectMissingError
-from stoa.contracts.fleet_messages import Grant, GrantRequest
+from stoa.contracts.fleet_messages import Grant, GrantRequest, WaitsFor
 from stoa.contracts.ports import Progress
-from stoa.learning.ledger import AdmissionRule, Decision, Facts, GrantRecord, QuestionOrder, decide
-from trainer_gpu.grant_book import GrantBook
+from stoa.learning.ledger import AdmissionRule, Decision, Facts, GrantRecord, QuestionOrder, decide, outstanding
+from trainer_gpu.grant_book import MAX_AHEAD, GrantBook
 
 REFRESH_SECONDS = 0.3
-POLL_SECONDS = 0.25
+IDLE_SECONDS = 10.0
+"""So long an idle Mac is remembered; it asks again sooner."""
 
 log = structlog.get_logger()
 
@@ -70,8 +71,9 @@ class GrantKeeper:
             max_staleness=config.learning.max_staleness,
             max_staleness_hard=config.learning.max_staleness_hard,
             groups_per_version=config.groups_per_version,
-            # A grant may wait for one whole sweep before its own begins.
-            lost_after_seconds=2 * config.timeouts.sweep_seconds + config.timeouts.heartbeat_seconds,
+            # A grant may wait for whole sweeps before its own begins.
+            lost_after_seconds=(1 + MAX_AHEAD) * config.timeouts.sweep_seconds + config.timeouts.heartbeat_seconds,
+            max_ahead=MAX_AHEAD,
         )
         self._order = QuestionOrder(question_ids, config.seed)
         self._book = GrantBook(store, config.run)
@@ -84,28 +86,30 @@ class GrantKeeper:
         self._arrived: set[GroupKey] = set()
         self._ended_before: dict[str, int] = {}
         self._away: set[str] = set()
+        self._idle: dict[str, float] = {}
         self._fresh_until = 0.0
         self._lock = threading.Lock()
 
     def grant(self, request: GrantRequest, progress: Progress) -> Grant:
-        """See `ports.Granter`. Waits for room at most `wait_seconds`; an empty grant says what it waited for.
-
-        Raises FormatError for a request of another run.
-        """
+        """See `ports.Granter`. An empty grant says what it waits for. Raises FormatError for a request of another run."""
         if request.run != self._run:
             raise FormatError(f"this control process serves run {self._run}, not {request.run}")
-        deadline = time.monotonic() + request.wait_seconds
-        while True:
-            with self._lock:
-                self._away.discard(request.host)
-                self._ended_before[request.host] = max(self._ended_before.get(request.host, 0), request.ended_before)
-                answer = self._answer(request)
-            if answer.question_ids or answer.run_state != "running" or answer.newest_sweep >= 0:
-                return answer
-            if time.monotonic() >= deadline or progress.cancelled or progress.stopping:
-                return answer
-            progress.report(answer.reason)
-            time.sleep(POLL_SECONDS)
+        with self._lock:
+            self._away.discard(request.host)
+            self._ended_before[request.host] = max(self._ended_before.get(request.host, 0), request.ended_before)
+            answer = self._answer(request)
+            self._note_idle(request, answer)
+        progress.report(answer.reason or f"granted {len(answer.question_ids)} groups", version=self._head.version if self._head else -1)
+        return answer
+
+    def on_the_way(self) -> tuple[int, int]:
+        """See `ports.Granter`."""
+        with self._lock:
+            head = self._refresh()
+            if head is None:
+                return 0, 0
+            found = outstanding(self._rule, self._facts(head), time.time())
+        return found.running, found.waiting
 
     def host_left(self, host: str) -> None:
         """See `ports.Granter`."""
@@ -115,16 +119,16 @@ class GrantKeeper:
     def _answer(self, request: GrantRequest) -> Grant:
         head = self._refresh()
         if head is None or head.version < 0:
-            return self._empty(request, "no version is published yet: waiting for a trainer")
+            return self._empty(request, "no version is published yet: waiting for a trainer", "version")
         if head.state != "running":
-            return Grant(self._run, request.host, request.sweep, (), reason=f"the run is {head.state}", run_state=head.state)
+            return replace(self._empty(request, f"the run is {head.state}", "run"), run_state=head.state)
         newest = max((sweep for host, sweep in self._grants if host == request.host), default=-1)
-        if request.sweep < newest - 1:  # it may play one and have asked for the next, no more
+        if request.sweep < newest - MAX_AHEAD:
             over = self._empty(request, f"sweep {request.sweep} is over, {newest} was granted already")
             return replace(over, newest_sweep=newest)
         decision = self._decide(request, head)
         if decision.grant is None:
-            return self._empty(request, decision.reason)
+            return self._empty(request, decision.reason, "turn" if decision.room > 0 else "room")
         grant = decision.grant
         if decision.is_new:
             grant = self._book.write(grant)
@@ -141,7 +145,19 @@ class GrantKeeper:
         return Grant(self._run, grant.host, grant.sweep, grant.question_ids, grant.min_version)
 
     def _decide(self, request: GrantRequest, head: Head) -> Decision:
-        facts = Facts(
+        return decide(
+            self._rule,
+            self._facts(head),
+            self._order,
+            host=request.host,
+            sweep=request.sweep,
+            num_groups=request.num_groups,
+            now=time.time(),
+            num_kept=self._num_kept(request),
+        )
+
+    def _facts(self, head: Head) -> Facts:
+        return Facts(
             version=head.version,
             num_consumed=self._lineage.consumed_by_version.get(head.version, 0),
             grants=self._grants.values(),
@@ -150,23 +166,32 @@ class GrantKeeper:
             ended_before=self._ended_before,
             away=self._away,
         )
-        return decide(
-            self._rule,
-            facts,
-            self._order,
-            host=request.host,
-            sweep=request.sweep,
-            num_groups=request.num_groups,
-            now=time.time(),
-        )
 
-    def _empty(self, request: GrantRequest, reason: str) -> Grant:
-        return Grant(self._run, request.host, request.sweep, (), reason=reason)
+    def _num_kept(self, request: GrantRequest) -> int:
+        """Room kept from a Mac that asks ahead: a sweep for each idle Mac, and for more than one ahead a sweep for every Mac."""
+        ahead = request.sweep - self._ended_before[request.host]
+        if ahead <= 0:
+            return 0
+        idle_after = time.monotonic() - IDLE_SECONDS
+        num_idle = sum(host != request.host and asked_at > idle_after for host, asked_at in self._idle.items())
+        num_hosts = len({host for host, _ in self._grants} - self._away)
+        return (num_idle + (ahead - 1) * num_hosts) * request.num_groups
+
+    def _note_idle(self, request: GrantRequest, answer: Grant) -> None:
+        """Remember who asks for the sweep it could play now and gets nothing."""
+        waits = not answer.question_ids and answer.newest_sweep < 0 and request.sweep <= self._ended_before[request.host]
+        if waits:
+            self._idle[request.host] = time.monotonic()
+        else:
+            self._idle.pop(request.host, None)
+
+    def _empty(self, request: GrantRequest, reason: str, waits_for: WaitsFor = "") -> Grant:
+        return Grant(self._run, request.host, request.sweep, (), reason=reason, waits_for=waits_for)
 
     def _keep(self, grant: GrantRecord) -> None:
         """Add a grant and forget sweeps of its host that can no longer be open."""
         self._grants[grant.host, grant.sweep] = grant
-        for old in [key for key in self._grants if key[0] == grant.host and key[1] < grant.sweep - 2]:
+        for old in [key for key in self._grants if key[0] == grant.host and key[1] < grant.sweep - MAX_AHEAD - 1]:
             del self._grants[old]
 
     def _refresh(self) -> Head | None:

@@ -1,5 +1,6 @@
 """How a workflow calls an activity by name, and what a failed call was: the few lines all three workflows share."""
 
+import asyncio
 from typing import TypeVar
 
 from temporalio import workflow
@@ -39,6 +40,17 @@ def call(
         cancellation_type=cancellation,
         summary=summary,
     )
+
+
+def forget(handle: ActivityHandle[Result]) -> ActivityHandle[Result]:
+    """`handle`, which may be left without anybody awaiting it: its error is then nobody's."""
+    handle.add_done_callback(_look_at)
+    return handle
+
+
+def _look_at(done: "asyncio.Task[object]") -> None:
+    if not done.cancelled():
+        done.exception()
 
 
 def failure_kind(error: ActivityError) -> str:

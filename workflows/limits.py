@@ -105,6 +105,15 @@ def grant(heartbeat_seconds: float, wait_seconds: float) -> Limits:
     )
 
 
+def notice(heartbeat_seconds: float) -> Limits:
+    """A word to a Mac's owner; it may have to wait for a sweep that is being given up."""
+    return Limits(
+        schedule_to_start=timedelta(seconds=4 * heartbeat_seconds),
+        start_to_close=timedelta(seconds=heartbeat_seconds),
+        retry=RetryPolicy(maximum_attempts=2),
+    )
+
+
 def sweep(heartbeat_seconds: float, sweep_timeout_seconds: float) -> Limits:
     """Once: the session redoes a lost sweep under the same number."""
     silence = timedelta(seconds=heartbeat_seconds)

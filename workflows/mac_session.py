@@ -1,11 +1,13 @@
 """MacSessionWorkflow: one Mac in one run, one sweep after another on the Mac's own queue.
 
-What an event means is `session_plan`'s; here is only the awaiting. The next grant is fetched while a sweep decodes;
-a part of an evaluation runs as the next sweep; a sweep that was lost or failed is redone under its number.
+What an event means is `session_plan`'s; here is only the awaiting. Grants are fetched while a sweep decodes, and go to
+the Mac ahead of their sweeps, so that it can play on while nobody here answers; a part of an evaluation runs as the
+next sweep; a sweep that was lost or failed is redone under its number.
 """
 
 import asyncio
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 from temporalio import workflow
@@ -16,6 +18,8 @@ with workflow.unsafe.imports_passed_through():
     from stoa.contracts import names
     from stoa.contracts.evaluation_messages import EvalPart, EvalPartDone
     from stoa.contracts.fleet_messages import (
+        AdmitRequest,
+        Admitted,
         FleetEvent,
         Goodbye,
         Grant,
@@ -24,25 +28,21 @@ with workflow.unsafe.imports_passed_through():
         ReleaseRequest,
         SessionInput,
         SessionStatus,
+        Standing,
         SweepRequest,
         SweepResult,
     )
     from workflows import limits, session_plan
-    from workflows.calls import call, failure_kind, failure_text
+    from workflows.calls import call, failure_kind, failure_text, forget
     from workflows.search import upsert
+    from workflows.shelf import Shelf
     from workflows.state import dump, first_session_progress
 
-GRANT_WAIT_SECONDS = 10.0
 GRANT_RETRY_SECONDS = 10.0
-
-
-@dataclass
-class Fetch:
-    """A grant on its way."""
-
-    sweep: int
-    handle: ActivityHandle[Grant]
-    asked_at: float
+MEMO_SECONDS = 60.0
+STANDING_BY = ("quarantined", "drained", "refused")
+AHEAD_PATCH = "grants-ahead"
+"""Since: admission by the run, grants held ahead, a memo for the census."""
 
 
 @workflow.defn(name=names.MAC_SESSION)
@@ -54,10 +54,14 @@ class MacSessionWorkflow:
         self._given = given
         self._state = first_session_progress(given)
         self._parts: list[EvalPart] = []
-        self._grant: Grant | None = None
-        self._fetch: Fetch | None = None
+        self._ahead = workflow.patched(AHEAD_PATCH)
+        self._shelf = Shelf(self._ask, cancels=self._ahead)
         self._teller: asyncio.Task[None] | None = None
         self._shown: dict[str, str | int | float] = {}
+        self._build = ""
+        self._num_standings = 0
+        self._memo_at = 0.0
+        self._memo_state = ""
 
     @workflow.run
     async def run(self, given: SessionInput) -> SessionStatus:
@@ -73,10 +77,18 @@ class MacSessionWorkflow:
         return self.session()
 
     async def _turn(self) -> None:
+        self._state = session_plan.take_standing(self._state)
+        if self._state.state == "live" and self._ahead and self._state.admitted != self._state.nonce:
+            await self._admit()
+            return
         self._tell()
         self._show()
         if self._state.state == "away":
             await self._wait_for_hello()
+        elif self._state.owed:
+            await self._tell_owner()
+        elif self._state.state in STANDING_BY:
+            await self._stand_by()
         elif self._parts:
             await self._play_part(self._parts.pop(0))
         elif self._history_is_long():
@@ -87,9 +99,56 @@ class MacSessionWorkflow:
             if grant is not None:
                 await self._play(grant)
 
-    async def _wait_for_hello(self) -> None:
+    async def _admit(self) -> None:
+        """Ask whether the worker that said hello may play. Nobody to ask: it may; the trainer looks at all it sends."""
+        given, nonce = self._given, self._state.nonce
+        request = AdmitRequest(given.run, given.host, self._build, nonce)
+        num_standings = self._num_standings
+        try:
+            answer = await call(names.ADMIT_MAC, request, Admitted, limits.CONTROL)
+        except ActivityError as error:
+            workflow.logger.warning("admission_failed", extra={"error": failure_text(error)})
+            answer = Admitted()
+        if self._num_standings != num_standings and answer.standing != "free":
+            answer = Admitted()  # what the run has said since is newer
+        self._state = session_plan.on_admission(self._state, answer, nonce)
+
+    async def _tell_owner(self) -> None:
+        """Give the Mac's owner the notice that is due; one whose worker is gone gets it at its next start."""
+        kind = self._state.owed
+        self._state = replace(self._state, owed="")
+        notice = session_plan.notice_of(self._state, kind, self._given)
+        queue = names.mac_queue(self._given.run, self._given.host)
+        try:
+            await call(names.NOTICE, notice, object, limits.notice(self._given.heartbeat_seconds), queue=queue, summary=kind)
+        except ActivityError as error:
+            workflow.logger.warning("owner_not_told", extra={"error": failure_text(error)})
+
+    async def _stand_by(self) -> None:
+        """A Mac that may not play: wait for the run to think otherwise, or for the Mac to go."""
+        await self._refuse_parts("it may not play")
+        if self._state.state == "refused":
+            self._state = session_plan.ended(self._state, f"refused: {self._state.reason}")
+            return
+        if self._history_is_long():
+            await self._continue()
+        seen_at, expiry = self._state.seen_at, timedelta(seconds=self._given.away_expiry_seconds)
+        try:
+            await workflow.wait_condition(self._stirs, timeout=expiry)
+        except TimeoutError:
+            if self._state.seen_at == seen_at:
+                self._state = session_plan.ended(self._state, f"{self._state.state}, and silent for {self._given.away_expiry_seconds:g} s")
+
+    def _stirs(self) -> bool:
+        state = self._state
+        return state.state not in STANDING_BY or bool(state.owed) or bool(self._parts) or self._history_is_long()
+
+    async def _refuse_parts(self, reason: str) -> None:
         while self._parts:
-            await self._answer(self._parts.pop(0), None, "the Mac is away")
+            await self._answer(self._parts.pop(0), None, reason)
+
+    async def _wait_for_hello(self) -> None:
+        await self._refuse_parts("the Mac is away")
         expiry = timedelta(seconds=self._given.away_expiry_seconds)
         try:
             await workflow.wait_condition(lambda: self._state.state != "away" or bool(self._parts), timeout=expiry)
@@ -108,46 +167,64 @@ class MacSessionWorkflow:
         return False
 
     def _is_disturbed(self) -> bool:
-        return bool(self._parts) or self._state.state != "live"
+        state = self._state
+        return bool(self._parts) or state.state != "live" or state.standing != "free" or bool(state.owed)
 
     async def _granted(self) -> Grant | None:
         """The grant of the present sweep, None if there is none yet or something else is to be done first."""
-        if self._grant is not None and self._grant.sweep == self._state.sweep:
-            return self._grant
-        fetch = self._fetch
-        if fetch is None or fetch.sweep != self._state.sweep:
-            fetch = self._fetch = self._ask(self._state.sweep)
-        await workflow.wait_condition(lambda: fetch.handle.done() or self._is_disturbed())
-        if not fetch.handle.done():
-            return None
-        self._fetch = None
-        now = workflow.time()
-        try:
-            grant = await fetch.handle
-        except ActivityError as error:
-            reason = f"no grant: {failure_kind(error)}: {failure_text(error)}"[: session_plan.MAX_TEXT]
-            self._state = replace(self._state, reason=reason, hold_until=now + GRANT_RETRY_SECONDS)
-            return None
-        if session_plan.may_play(grant):
-            self._grant = grant
+        sweep = self._state.sweep
+        if (grant := self._shelf.find(sweep)) is not None:
             return grant
-        self._state = session_plan.on_wait(self._state, grant, self._given, fetch.asked_at, now)
-        return None
+        self._shelf.want(sweep, session_plan.grant_wait(self._state))
+        await workflow.wait_condition(lambda: self._shelf.has_answer or self._is_disturbed())
+        if not self._shelf.has_answer:
+            return None
+        fetched = await self._shelf.take()
+        now = workflow.time()
+        if fetched.error is not None:
+            reason = f"no grant: {failure_kind(fetched.error)}: {failure_text(fetched.error)}"[: session_plan.MAX_TEXT]
+            self._state = replace(self._state, reason=reason, hold_until=now + GRANT_RETRY_SECONDS)
+        elif fetched.grant is not None and not session_plan.may_play(fetched.grant):
+            self._state = session_plan.on_wait(self._state, fetched.grant, self._given, fetched.asked_at, now)
+            self._shelf.move_to(self._state.sweep)
+        return self._shelf.find(sweep)
 
-    def _ask(self, sweep: int) -> Fetch:
-        given = self._given
-        request = GrantRequest(given.run, given.host, sweep, given.groups, GRANT_WAIT_SECONDS, ended_before=self._state.sweep)
-        bounds = limits.grant(given.heartbeat_seconds, GRANT_WAIT_SECONDS)
-        return Fetch(sweep, call(names.GRANT_SWEEP, request, Grant, bounds, summary=f"sweep {sweep}"), workflow.time())
+    def _ask(self, sweep: int, wait_seconds: float) -> ActivityHandle[Grant]:
+        given, state = self._given, self._state
+        request = GrantRequest(
+            given.run,
+            given.host,
+            sweep,
+            given.groups,
+            wait_seconds,
+            ended_before=state.sweep,
+            invite=state.invite,
+            unsent=state.unsent,
+        )
+        return call(names.GRANT_SWEEP, request, Grant, limits.grant(given.heartbeat_seconds, wait_seconds), summary=f"sweep {sweep}")
 
     async def _play(self, grant: Grant) -> None:
         given = self._given
-        request = SweepRequest(given.run, given.host, grant.sweep, "train", grant.question_ids, given.group_size, grant.min_version)
-        if self._fetch is None:
-            self._fetch = self._ask(grant.sweep + 1)
+        ahead = session_plan.fitting_ahead(grant, self._shelf.after(grant.sweep)) if self._ahead else ()
+        request = SweepRequest(
+            given.run,
+            given.host,
+            grant.sweep,
+            "train",
+            grant.question_ids,
+            given.group_size,
+            grant.min_version,
+            tickets=grant.tickets,
+            shipped=grant.shipped,
+            ahead=ahead[: session_plan.wanted_ahead(self._state)],
+        )
+        self._shelf.prefetch(grant.sweep, session_plan.wanted_ahead(self._state) if self._ahead else 0)
         result = await self._decode(request)
-        if isinstance(result, SweepResult) and result.status in ("paused", "stopped"):
-            self._grant = None  # ask anew: only the grant knows when the run goes on
+        if result is None and self._ahead:
+            self._shelf.drop(grant.sweep)  # what came with it may have been what failed
+        elif result is not None and result.status in ("paused", "stopped"):
+            self._shelf.clear()  # ask anew: only the grant knows when the run goes on
+        self._shelf.move_to(self._state.sweep)
 
     async def _play_part(self, part: EvalPart) -> None:
         given = self._given
@@ -161,9 +238,33 @@ class MacSessionWorkflow:
             version=part.version,
             evaluation=part.evaluation,
             part=part.part,
+            tickets=await self._part_tickets(part) if self._state.invite else "",
         )
         result = await self._decode(request)
         await self._answer(part, result, self._state.reason)
+
+    async def _part_tickets(self, part: EvalPart) -> str:
+        """What lets an invited Mac ship a part; nothing if nobody answers, and then the part fails there."""
+        given, state = self._given, self._state
+        request = GrantRequest(
+            given.run,
+            given.host,
+            state.sweep,
+            0,
+            0.0,
+            ended_before=state.sweep,
+            invite=state.invite,
+            unsent=state.unsent,
+            evaluation=part.evaluation,
+            version=part.version,
+            part=part.part,
+        )
+        bounds = limits.grant(given.heartbeat_seconds, 0.0)
+        try:
+            return (await call(names.GRANT_SWEEP, request, Grant, bounds, summary=f"part {part.part}")).tickets
+        except ActivityError as error:
+            workflow.logger.warning("no_ticket", extra={"error": failure_text(error)})
+            return ""
 
     async def _decode(self, request: SweepRequest) -> SweepResult | None:
         """Run one sweep activity; None if it was lost, failed, or given up because the Mac left."""
@@ -171,8 +272,9 @@ class MacSessionWorkflow:
         bounds = limits.sweep(given.heartbeat_seconds, given.sweep_timeout_seconds)
         queue = names.mac_queue(given.run, given.host)
         what = f"evaluation {request.evaluation}, part {request.part}" if request.evaluation else f"sweep {request.sweep}"
-        handle = call(names.SWEEP, request, SweepResult, bounds, queue=queue, summary=what)
-        await workflow.wait_condition(lambda: handle.done() or self._state.state != "live")
+        self._state = session_plan.on_start(self._state, workflow.time())
+        handle = forget(call(names.SWEEP, request, SweepResult, bounds, queue=queue, summary=what))
+        await self._fetch_until(lambda: handle.done() or self._state.state != "live", request.sweep)
         if not handle.done():
             handle.cancel()
             return None
@@ -183,6 +285,16 @@ class MacSessionWorkflow:
             return None
         self._state = session_plan.on_result(self._state, result, workflow.time())
         return result
+
+    async def _fetch_until(self, is_over: Callable[[], bool], sweep: int) -> None:
+        """Wait for the end of `sweep`, and meanwhile fetch the grants that follow it."""
+        num_ahead = session_plan.wanted_ahead(self._state)
+        while True:
+            await workflow.wait_condition(lambda: is_over() or (self._ahead and self._shelf.has_answer))
+            if is_over():
+                return
+            await self._shelf.take()
+            self._shelf.prefetch(sweep, num_ahead)
 
     async def _answer(self, part: EvalPart, result: SweepResult | None, reason: str) -> None:
         """Tell the evaluation; one that has ended does not mind."""
@@ -197,13 +309,13 @@ class MacSessionWorkflow:
 
     def _tell(self) -> None:
         """Let the run know when the Mac has joined or left; a later change overtakes an untold one."""
-        if self._state.told != self._state.state and self._teller is None:
+        if self._state.told != session_plan.presence(self._state) and self._teller is None:
             self._teller = asyncio.create_task(self._notify())
 
     async def _notify(self) -> None:
         given = self._given
-        while self._state.told != self._state.state:
-            target = self._state.state
+        while self._state.told != session_plan.presence(self._state):
+            target = session_plan.presence(self._state)
             joined = target == "live"
             if joined or self._state.told == "live":
                 event = FleetEvent(
@@ -244,15 +356,24 @@ class MacSessionWorkflow:
         values: dict[str, str | int | float] = {
             "RlRun": self._given.run,
             "RlHost": self._given.host,
-            "RlState": self._state.state,
+            "RlState": session_plan.presence(self._state),
         }
         if self._state.version >= 0:
             values["RlVersion"] = self._state.version
         upsert(values, self._shown)
+        self._show_facts()
+
+    def _show_facts(self) -> None:
+        """Let the next census know how the Mac does, at most once a minute."""
+        state, now = session_plan.presence(self._state), workflow.time()
+        if self._ahead and (state != self._memo_state or now >= self._memo_at + MEMO_SECONDS):
+            self._memo_state, self._memo_at = state, now
+            workflow.upsert_memo({names.MEMO: session_plan.facts_of(self._state, self._given)})
 
     @workflow.signal(name=names.HELLO)
     def hello(self, hello: Hello) -> None:
         """A Mac is here."""
+        self._build = hello.build
         self._state = session_plan.on_hello(self._state, hello, workflow.time())
 
     @workflow.signal(name=names.GOODBYE)
@@ -265,6 +386,12 @@ class MacSessionWorkflow:
         """A part of an evaluation, to be played as the next sweep."""
         if part not in self._parts:
             self._parts.append(part)
+
+    @workflow.signal(name=names.STANDING)
+    def standing(self, standing: Standing) -> None:
+        """The run decided about this Mac."""
+        self._num_standings += 1
+        self._state = session_plan.on_standing(self._state, standing)
 
     @workflow.signal(name=names.RUN_STOPPED)
     def run_stopped(self, release: ReleaseRequest) -> None:

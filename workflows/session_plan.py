@@ -3,10 +3,23 @@
 Who is live, what a lost or failed sweep means, how long to hold. Nothing is awaited here.
 """
 
+import math
 from dataclasses import replace
 from typing import Final
 
-from stoa.contracts.fleet_messages import Goodbye, Grant, Hello, SessionInput, SessionStatus, SweepResult
+from stoa.contracts.fleet_messages import (
+    Admitted,
+    Goodbye,
+    Grant,
+    Hello,
+    MacFacts,
+    Notice,
+    SessionInput,
+    SessionState,
+    SessionStatus,
+    Standing,
+    SweepResult,
+)
 from workflows.state import SessionProgress, Totals
 
 MAX_BACKOFF_SECONDS: Final = 300.0
@@ -15,16 +28,28 @@ MIN_EMPTY_SECONDS: Final = 0.5
 IDLE_HEAD_SECONDS: Final = 2.0
 """Between two looks at a run whose HEAD told the Mac to wait."""
 MAX_TEXT: Final = 200
+OUTAGE_SECONDS: Final = 120.0
+"""So long a Mac should be able to play while the control plane is away."""
+MAX_HELD_AHEAD: Final = 5
+MAX_AHEAD_BYTES: Final = 11_000
+"""Of the grants that go with one sweep: a message may have 16 KiB."""
+MIN_WAIT_SECONDS: Final = 10.0
+MAX_WAIT_SECONDS: Final = 120.0
+SLOW_SHARE: Final = 0.25
+"""What takes more of a sweep's time than this is why a Mac is slow."""
 LOST: Final = frozenset({"heartbeat", "schedule_to_start"})
 """Timeouts that mean the Mac itself is gone; a sweep that is only too slow is redone like a failed one."""
 
 
 def on_hello(state: SessionProgress, hello: Hello, now: float) -> SessionProgress:
     """A Mac is here. The live one again: noted. Another one: it waits until the live one is away or silent."""
-    if state.state == "ended":
+    if state.state in ("ended", "refused"):
         return state
+    state = replace(state, invite=hello.invite or state.invite)
     if state.state == "away":
         return _live(state, hello.nonce, now)
+    if state.state in ("quarantined", "drained") and hello.nonce != state.nonce:
+        return replace(state, nonce=hello.nonce, seen_at=now, owed=state.state)
     if hello.nonce == state.nonce:
         return replace(state, seen_at=now)
     return replace(state, candidate=hello.nonce, candidate_at=now if hello.nonce != state.candidate else state.candidate_at)
@@ -43,14 +68,64 @@ def _live(state: SessionProgress, nonce: str, now: float) -> SessionProgress:
         num_empty=0,
         hold_until=0.0,
         stopped_since=0.0,
+        resting=False,
+        ready_at=now,
     )
+
+
+def on_admission(state: SessionProgress, answer: Admitted, nonce: str) -> SessionProgress:
+    """The run's word on the worker with `nonce`: welcome, or not (any more)."""
+    if answer.ok:
+        return replace(state, admitted=nonce)
+    if answer.standing == "free":
+        return replace(state, state="refused", reason=answer.reason[:MAX_TEXT], owed="too_old")
+    standing = Standing("", "", answer.standing, answer.reason)
+    return on_standing(replace(state, admitted=nonce), standing)
+
+
+def on_standing(state: SessionProgress, standing: Standing) -> SessionProgress:
+    """The run decided about this Mac. Quarantine ends the present sweep at once, a drain lets it be finished."""
+    if state.state in ("ended", "refused") or standing.state == state.standing:
+        return state
+    after = replace(state, standing=standing.state, standing_reason=standing.reason[:MAX_TEXT])
+    if standing.state == "quarantined" and state.state in ("live", "drained"):
+        return take_standing(after)
+    if standing.state == "free" and state.state in ("quarantined", "drained"):
+        return replace(after, state="live", reason="", owed="free", num_failures=0, hold_until=0.0)
+    return after
+
+
+def take_standing(state: SessionProgress) -> SessionProgress:
+    """Between sweeps: a Mac that may not play stands by. The same state for one that may."""
+    if state.standing == "free" or state.state not in ("live", "drained"):
+        return state
+    return replace(state, state=state.standing, reason=state.standing_reason, owed=state.standing, candidate="", resting=False)
+
+
+def notice_of(state: SessionProgress, kind: str, given: SessionInput) -> Notice:
+    """What the Mac's owner is told."""
+    match kind:
+        case "quarantined":
+            text = f"this run takes no more groups from this Mac: {state.reason}"
+            return Notice(given.run, given.host, "quarantined", text)
+        case "drained":
+            return Notice(given.run, given.host, "drained", f"this Mac may leave the run: {state.reason}", ends=True)
+        case "too_old":
+            return Notice(given.run, given.host, "too_old", state.reason, ends=True)
+        case _:
+            return Notice(given.run, given.host, "free", "this Mac plays again")
+
+
+def presence(state: SessionProgress) -> SessionState:
+    """The state that others see."""
+    return "resting" if state.state == "live" and state.resting else state.state
 
 
 def on_goodbye(state: SessionProgress, goodbye: Goodbye, now: float) -> SessionProgress:
     """A Mac leaves; a goodbye of one that is not live changes nothing for the live one."""
     if goodbye.nonce == state.candidate:
         return replace(state, candidate="")
-    if state.state == "live" and goodbye.nonce == state.nonce:
+    if state.state in ("live", "quarantined", "drained") and goodbye.nonce == state.nonce:
         return went_away(state, f"said goodbye: {goodbye.reason}" if goodbye.reason else "said goodbye", now)
     return state
 
@@ -96,6 +171,7 @@ def on_wait(state: SessionProgress, grant: Grant, given: SessionInput, asked_at:
         num_empty=min(state.num_empty + 1, 10),
         hold_until=now + hold_seconds,
         stopped_since=stopped_since,
+        waits_for=grant.waits_for,
     )
     if stopped_since and now - stopped_since >= given.away_expiry_seconds:
         return ended(after, "the run has stopped")
@@ -112,9 +188,14 @@ def on_result(state: SessionProgress, result: SweepResult, now: float) -> Sessio
         reason=result.reason[:MAX_TEXT],
         num_empty=0,
         stopped_since=0.0,
+        resting=result.status == "paused" and result.resting,
+        ready_at=now,
+        waits_for="",
+        unsent=result.unsent,
     )
     match result.status:
         case "done" | "partial":
+            after = _with_speed(after, result)
             sweep = state.sweep + 1 if result.purpose == "train" else state.sweep
             return replace(after, sweep=sweep, num_failures=0, hold_until=0.0)
         case "draining":
@@ -139,7 +220,67 @@ def _add(totals: Totals, result: SweepResult, *, joining: bool) -> Totals:
         join_seconds=result.pull_seconds + result.apply_seconds if joining else totals.join_seconds,
         bytes_up=totals.bytes_up + result.bytes_up,
         bytes_down=totals.bytes_down + result.bytes_down,
+        num_unasked=totals.num_unasked + result.unasked,
     )
+
+
+def _with_speed(state: SessionProgress, result: SweepResult) -> SessionProgress:
+    """How fast the Mac is over all of a sweep's time, and what else than decoding took much of it."""
+    weights_seconds = result.pull_seconds + result.apply_seconds
+    played_seconds = result.decode_seconds + weights_seconds
+    seconds = played_seconds + result.idle_seconds
+    if result.purpose != "train" or seconds <= 0:
+        return state
+    shares = {"fetching weights": weights_seconds / seconds, "waiting": result.idle_seconds / seconds}
+    slow = max(shares, key=lambda name: shares[name])
+    return replace(
+        state,
+        sweep_seconds=0.5 * (state.sweep_seconds + played_seconds) if state.sweep_seconds else played_seconds,
+        tokens_per_second=round(result.num_sampled_tokens / seconds, 1),
+        slow_because=f"{shares[slow]:.0%} of its time goes into {slow}" if shares[slow] > SLOW_SHARE else "",
+    )
+
+
+def on_start(state: SessionProgress, now: float) -> SessionProgress:
+    """A sweep is handed to the Mac: what it waited for until now is added up."""
+    waited = max(0.0, now - state.ready_at) if state.ready_at else 0.0
+    waits = dict(state.totals.waits)
+    reason = state.waits_for or "answer"
+    waits[reason] = round(waits.get(reason, 0.0) + waited, 3)
+    return replace(state, totals=replace(state.totals, waits=tuple(sorted(waits.items()))), waits_for="", ready_at=0.0)
+
+
+def wanted_ahead(state: SessionProgress) -> int:
+    """Sweeps beyond the next that the Mac should hold grants for: as many as last through an outage of the control plane."""
+    if state.sweep_seconds <= 0:
+        return 1
+    return max(1, min(MAX_HELD_AHEAD, math.ceil(OUTAGE_SECONDS / state.sweep_seconds)))
+
+
+def fitting_ahead(grant: Grant, following: tuple[Grant, ...]) -> tuple[Grant, ...]:
+    """As many of the grants that follow `grant` as fit into one message beside it."""
+    left = MAX_AHEAD_BYTES - _size(grant)
+    fitting: list[Grant] = []
+    for one in following:
+        left -= _size(one)
+        if left < 0:
+            break
+        fitting.append(one)
+    return tuple(fitting)
+
+
+def _size(grant: Grant) -> int:
+    return 400 + len(grant.tickets) + sum(len(question.encode()) + 4 for question in grant.question_ids)
+
+
+def prefetch_wait(num_dry: int) -> float:
+    """How long the next fetch waits for room, after `num_dry` that found none: fewer and longer ones while there is none."""
+    return min(3 * MIN_WAIT_SECONDS * 2.0 ** min(num_dry, 10), MAX_WAIT_SECONDS)
+
+
+def grant_wait(state: SessionProgress) -> float:
+    """The same while the Mac has nothing to play."""
+    return min(MIN_WAIT_SECONDS * 2.0**state.num_empty, MAX_WAIT_SECONDS)
 
 
 def on_failure(state: SessionProgress, kind: str, text: str, now: float) -> SessionProgress:
@@ -149,6 +290,7 @@ def on_failure(state: SessionProgress, kind: str, text: str, now: float) -> Sess
         return went_away(replace(state, totals=totals), f"lost: {text} timeout", now)
     return replace(
         state,
+        ready_at=now,
         totals=totals,
         reason=f"sweep {state.sweep} failed: {kind}: {text}"[:MAX_TEXT],
         num_failures=state.num_failures + 1,
@@ -161,7 +303,7 @@ def status_of(state: SessionProgress, given: SessionInput) -> SessionStatus:
     totals = state.totals
     return SessionStatus(
         host=given.host,
-        state=state.state,
+        state=presence(state),
         sweep=state.sweep,
         version=state.version,
         reason=state.reason,
@@ -179,4 +321,21 @@ def status_of(state: SessionProgress, given: SessionInput) -> SessionStatus:
         bytes_up=totals.bytes_up,
         bytes_down=totals.bytes_down,
         num_redone=totals.num_redone,
+        num_unasked=totals.num_unasked,
+        tokens_per_second=state.tokens_per_second,
+        slow_because=state.slow_because,
+        waits=dict(totals.waits),
+    )
+
+
+def facts_of(state: SessionProgress, given: SessionInput) -> MacFacts:
+    """What a census finds."""
+    return MacFacts(
+        host=given.host,
+        state=presence(state),
+        sweep=state.sweep,
+        version=state.version,
+        tokens_per_second=state.tokens_per_second,
+        place=given.place[:48],
+        slow_because=(state.reason if state.resting else state.slow_because)[:64],
     )

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 from temporalio.converter import value_to_type
 
 from stoa.contracts.evaluation_messages import EvaluationResult
-from stoa.contracts.fleet_messages import SessionInput, SessionState
+from stoa.contracts.fleet_messages import SessionInput, SessionState, StandingState, WaitsFor
 from stoa.contracts.messages import RunInput, RunState
 
 Role = Literal["first", "every", "last"]
@@ -106,6 +106,9 @@ class Totals:
     bytes_up: int = 0
     bytes_down: int = 0
     num_redone: int = 0
+    num_unasked: int = 0
+    waits: tuple[tuple[str, float], ...] = ()
+    """What was waited for between sweeps, and for how many seconds."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,25 @@ class SessionProgress:
     """When grants began to say that the run has stopped; 0: they do not."""
     joining: bool = True
     """No sweep has ended since the Mac's worker started."""
+    admitted: str = ""
+    """Nonce that was found to be welcome."""
+    invite: str = ""
+    standing: StandingState = "free"
+    """What the run decided about this Mac; a drained one ends its sweep first."""
+    standing_reason: str = ""
+    owed: str = ""
+    """Kind of the notice that the Mac's owner has not been given yet."""
+    resting: bool = False
+    """Its owner lets it not play now."""
+    ready_at: float = 0.0
+    """Since when it could have played."""
+    waits_for: WaitsFor = ""
+    unsent: tuple[str, ...] = ()
+    """Keys that the Mac has no valid ticket for."""
+    sweep_seconds: float = 0.0
+    """Mean of the last sweeps' time, newer ones counting more."""
+    tokens_per_second: float = 0.0
+    slow_because: str = ""
     totals: Totals = Totals()
 
 

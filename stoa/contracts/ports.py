@@ -78,7 +78,11 @@ class Granter(Protocol):
     """Admission: who may generate what."""
 
     def grant(self, request: GrantRequest, progress: Progress) -> Grant:
-        """The grant of (host, sweep): the same one each time; waits up to `wait_seconds` for room."""
+        """The grant of (host, sweep), the same one each time, or an empty one with what it waits for. Does not wait itself."""
+        ...
+
+    def on_the_way(self) -> tuple[int, int]:
+        """Groups granted and not in the bucket yet, and groups there and not settled yet."""
         ...
 
     def host_left(self, host: str) -> None:

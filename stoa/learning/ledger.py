@@ -33,6 +33,8 @@ class AdmissionRule:
     groups_per_version: int
     lost_after_seconds: float
     """Age at which a grant's missing groups count as lost even if nobody said so."""
+    max_ahead: int = 1
+    """Sweeps a host may be granted beyond the one it plays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +96,13 @@ class Decision:
 def outstanding(rule: AdmissionRule, facts: Facts, now: float) -> Outstanding:
     """Count the groups on the way at `now` (Unix seconds).
 
-    A sweep is over when `ended_before` says so or when its host has been granted the second sweep after it: a Mac asks
-    for one sweep ahead, no more. Arrived groups beyond the hard bound can no longer be trained on and do not count. A
+    A sweep is over when `ended_before` says so or when its host has been granted more than `max_ahead` sweeps after it.
+    Arrived groups beyond the hard bound can no longer be trained on and do not count. A
     group that arrives after it was given up counts again.
     """
     oldest = facts.version - rule.max_staleness_hard
     waiting = sum(key.version >= oldest for key in facts.arrived if key not in facts.settled)
-    over = _over_before(facts)
+    over = _over_before(facts, rule.max_ahead)
     open_grants = [
         grant
         for grant in facts.grants
@@ -131,8 +133,11 @@ def decide(
     sweep: int,
     num_groups: int,
     now: float,
+    num_kept: int = 0,
 ) -> Decision:
     """The grant of (host, sweep): the one it has, else a new one of `num_groups` questions if there is room.
+
+    num_kept: groups of room that are kept for others: a Mac that asks ahead must not take what an idle one could play.
 
     The caller writes a new grant create-only and asks again if another grant took its place.
     """
@@ -141,12 +146,14 @@ def decide(
     for grant in facts.grants:
         if (grant.host, grant.sweep) == (host, sweep):
             return Decision(grant, False, num_free, on_the_way)
-    if num_free < 1:
+    if num_free - num_kept < 1:
         limit = (rule.max_staleness + 1) * rule.groups_per_version
         reason = (
             f"version {facts.version}: {on_the_way.waiting} groups wait for the trainer, {on_the_way.running} are being"
             f" played, {facts.num_consumed} were used; {limit} is the most"
         )
+        if num_free > 0:
+            reason = f"version {facts.version}: the room for {num_free} groups is kept for Macs that have nothing to play"
         return Decision(None, False, num_free, on_the_way, reason)
     position = next_position(facts.grants)
     min_version = max(0, facts.version - rule.max_staleness)
@@ -190,9 +197,9 @@ def _room(rule: AdmissionRule, facts: Facts, on_the_way: Outstanding) -> int:
     return (rule.max_staleness + 1) * rule.groups_per_version - facts.num_consumed - on_the_way.total
 
 
-def _over_before(facts: Facts) -> dict[str, int]:
+def _over_before(facts: Facts, max_ahead: int) -> dict[str, int]:
     """For each host the lowest sweep that may still be running."""
     over = dict(facts.ended_before)
     for grant in facts.grants:
-        over[grant.host] = max(over.get(grant.host, 0), grant.sweep - 1)
+        over[grant.host] = max(over.get(grant.host, 0), grant.sweep - max_ahead)
     return over

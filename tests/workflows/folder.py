@@ -33,6 +33,7 @@ from stoa.contracts.ports import Progress
 
 GROUPS_A_STEP = 2
 MAX_WAITING = 12
+MAX_AHEAD = 6
 STEP_SECONDS = 0.15
 GROUP_SECONDS = 0.25
 EMPTY_HEAD = {"epoch": 0, "version": -1, "step": 0, "step_key": "", "state": "running", "nonce": ""}
@@ -196,21 +197,21 @@ class FolderGranter:
         self.folder = folder
 
     def grant(self, request: GrantRequest, progress: Progress) -> Grant:
-        deadline = time.monotonic() + request.wait_seconds
-        while True:
-            state = self.folder.read_head()["state"]
-            newest = max((int(key.rsplit("-", 1)[1]) for key in self._granted(request.host)), default=-1)
-            if request.sweep < newest - 1:
-                return Grant(request.run, request.host, request.sweep, (), reason="over", newest_sweep=newest)
-            used = sum(len(manifest["consumed"]) for manifest in self.folder.lineage())
-            if state == "running" and len(self.folder.keys("groups")) - used < MAX_WAITING:
-                ids = tuple(f"q{request.sweep}-{index}" for index in range(request.num_groups))
-                self.folder.create(f"grants/{request.host}-{request.sweep:05d}", ids)
-                return Grant(request.run, request.host, request.sweep, ids)
-            if state != "running" or time.monotonic() > deadline or progress.cancelled or progress.stopping:
-                return Grant(request.run, request.host, request.sweep, (), reason="no room", run_state=state)
-            progress.report("no room")
-            time.sleep(0.1)
+        state = self.folder.read_head()["state"]
+        newest = max((int(key.rsplit("-", 1)[1]) for key in self._granted(request.host)), default=-1)
+        if request.sweep < newest - MAX_AHEAD:
+            return Grant(request.run, request.host, request.sweep, (), reason="over", newest_sweep=newest)
+        if state != "running":
+            return Grant(request.run, request.host, request.sweep, (), reason=state, run_state=state, waits_for="run")
+        if sum(self.on_the_way()) >= MAX_WAITING:
+            return Grant(request.run, request.host, request.sweep, (), reason="no room", waits_for="room")
+        ids = tuple(f"q{request.sweep}-{index}" for index in range(request.num_groups))
+        self.folder.create(f"grants/{request.host}-{request.sweep:05d}", ids)
+        return Grant(request.run, request.host, request.sweep, ids)
+
+    def on_the_way(self) -> tuple[int, int]:
+        used = sum(len(manifest["consumed"]) for manifest in self.folder.lineage())
+        return 0, len(self.folder.keys("groups")) - used
 
     def _granted(self, host: str) -> list[str]:
         return [key for key in self.folder.keys("grants") if key.startswith(f"grants/{host}-")]

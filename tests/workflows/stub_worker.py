@@ -15,7 +15,8 @@ from temporalio.worker import Worker
 
 from activities.connection import connect_forever, make_worker, supervise
 from activities.evaluate import EvaluationActivities
-from activities.fleet import FleetActivities, GrantActivities
+from activities.fleet import FleetActivities
+from activities.grants import GrantActivities
 from activities.rollout import RolloutActivities
 from activities.train import TrainActivities, acquire_worker, lease_worker
 from stoa.contracts import names
@@ -37,17 +38,7 @@ def control(client: Client, run: str, folder: Folder) -> Worker:
         client,
         names.control_queue(run),
         workflows=[RunWorkflow, MacSessionWorkflow, EvaluationWorkflow],
-        activities=[
-            GrantActivities(granter).grant,
-            fleet.notify_run,
-            fleet.set_head_state,
-            fleet.list_macs,
-            fleet.release_macs,
-            evaluations.start,
-            evaluations.held_out,
-            evaluations.summarise,
-            evaluations.report,
-        ],
+        activities=[GrantActivities(granter).grant, *fleet.served(), *evaluations.served()],
         graceful_seconds=1,
     )
 
@@ -90,7 +81,7 @@ async def mac(client: Client, run: str, folder: Folder, host: str, stop: asyncio
     )
 
     async def make() -> Worker:
-        return make_worker(client, names.mac_queue(run, host), activities=[activities.sweep], max_concurrent_activities=1)
+        return make_worker(client, names.mac_queue(run, host), activities=activities.served(), max_concurrent_activities=1)
 
     await supervise(make, stop)
 

@@ -12,7 +12,8 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.connection import make_worker
 from activities.evaluate import EvaluationActivities
-from activities.fleet import FleetActivities, GrantActivities
+from activities.fleet import FleetActivities
+from activities.grants import GrantActivities
 from stoa.contracts import names
 from stoa.contracts.errors import UnknownNameError
 from stoa.contracts.evaluation_messages import (
@@ -23,7 +24,20 @@ from stoa.contracts.evaluation_messages import (
     MacList,
     SummariseRequest,
 )
-from stoa.contracts.fleet_messages import FleetEvent, Grant, GrantRequest, Hello, ReleaseRequest, SessionInput, SessionStatus
+from stoa.contracts.fleet_messages import (
+    AdmitRequest,
+    Admitted,
+    Census,
+    CensusRequest,
+    FleetEvent,
+    Grant,
+    GrantRequest,
+    Hello,
+    MacFacts,
+    ReleaseRequest,
+    SessionInput,
+    SessionStatus,
+)
 from stoa.contracts.ports import Progress
 from tests.workflows.test_mac_session import only
 from tests.workflows.test_on_server import Fleet
@@ -41,6 +55,9 @@ class Engines:
 
     def grant(self, request: GrantRequest, progress: Progress) -> Grant:
         return Grant(request.run, request.host, request.sweep, ("q",))
+
+    def on_the_way(self) -> tuple[int, int]:
+        return 5, 3
 
     def host_left(self, host: str) -> None:
         self.left.append(host)
@@ -106,7 +123,7 @@ async def test_session_is_listed_while_live_and_ends_when_released(client: Clien
         for host in ("mac-b", "mac-a"):
             await client.start_workflow(
                 names.MAC_SESSION,
-                SessionInput(run, host),
+                SessionInput(run, host, place="attic"),
                 id=names.session_workflow_id(run, host),
                 task_queue=queue,
                 start_signal=names.HELLO,
@@ -118,6 +135,13 @@ async def test_session_is_listed_while_live_and_ends_when_released(client: Clien
             await asyncio.sleep(0.1)
         assert await do(desk.list_macs, ListMacsRequest(run, limit=1)) == MacList(("mac-a",), "mac-a")
         assert await do(desk.list_macs, ListMacsRequest("another")) == MacList()
+        for _ in range(100):
+            census = await do(desk.census, CensusRequest(run))
+            if census == Census(tuple(MacFacts(host, place="attic") for host in ("mac-a", "mac-b")), 2, "", 5, 3):
+                break
+            await asyncio.sleep(0.1)
+        else:
+            raise AssertionError(census)
         released = await do(desk.release_macs, ReleaseRequest(run, "all steps are done"))
         assert released.num_released == 2  # type: ignore[attr-defined]
         ended = client.get_workflow_handle(names.session_workflow_id(run, "mac-a"), result_type=SessionStatus)
@@ -146,17 +170,46 @@ async def test_run_name_that_could_change_a_query_is_refused(client: Client) -> 
     assert (caught.value.type, caught.value.non_retryable) == ("FormatError", True)
 
 
-async def test_waiting_grants_do_not_hold_each_other_up() -> None:
-    class Slow(Engines):
+async def test_hundreds_of_waiting_grants_do_not_hold_up_one_that_can_be_given() -> None:
+    class Full(Engines):
         def grant(self, request: GrantRequest, progress: Progress) -> Grant:
             progress.report("no room")
-            import time
+            ids = ("q",) if request.host == "lucky" else ()
+            return Grant(request.run, request.host, request.sweep, ids, reason="no room", waits_for="room")
 
-            time.sleep(0.5)
-            return super().grant(request, progress)
-
-    grants = GrantActivities(Slow())
+    grants = GrantActivities(Full())
     loop = asyncio.get_running_loop()
+    waiting = [asyncio.create_task(do(grants.grant, GrantRequest("r", f"mac-{i}", 0, 1, wait_seconds=4.0))) for i in range(300)]
+    await asyncio.sleep(0.5)
     started = loop.time()
-    await asyncio.gather(*(do(grants.grant, GrantRequest("r", f"mac-{i}", 0, 1)) for i in range(20)))
-    assert loop.time() - started < 3.0  # one after another it would be 10 s
+    assert (await do(grants.grant, GrantRequest("r", "lucky", 0, 1))).question_ids == ("q",)  # type: ignore[attr-defined]
+    assert loop.time() - started < 2.0
+    answers = await asyncio.gather(*waiting)
+    assert {answer.waits_for for answer in answers} == {"room"}  # type: ignore[attr-defined]
+
+
+async def test_pause_is_told_at_once_to_a_short_wait_and_waited_out_by_a_long_one() -> None:
+    class Paused(Engines):
+        state = "paused"
+
+        def grant(self, request: GrantRequest, progress: Progress) -> Grant:
+            progress.report(self.state)
+            ids = ("q",) if self.state == "running" else ()
+            return Grant(request.run, request.host, request.sweep, ids, run_state=self.state)  # type: ignore[arg-type]
+
+    engines = Paused()
+    grants = GrantActivities(engines)
+    assert (await do(grants.grant, GrantRequest("r", "mac", 0, 1, 10.0))).run_state == "paused"  # type: ignore[attr-defined]
+    waiting = asyncio.create_task(do(grants.grant, GrantRequest("r", "mac", 0, 1, 60.0)))
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    engines.state = "running"
+    assert (await asyncio.wait_for(waiting, 5)).question_ids == ("q",)  # type: ignore[attr-defined]
+
+
+async def test_mac_of_an_old_build_is_refused_with_the_version_to_install(client: Client) -> None:
+    desk = FleetActivities(client, client, Engines(), None)  # type: ignore[arg-type]
+    answer = await do(desk.admit_mac, AdmitRequest("r", "mac-1", "0.0.9"))
+    assert not answer.ok  # type: ignore[attr-defined]
+    assert "pip install -U 'stoa>=0.1.0'" in answer.reason  # type: ignore[attr-defined]
+    assert await do(desk.admit_mac, AdmitRequest(f"r{uuid.uuid4().hex[:8]}", "mac-1", "0.1.0")) == Admitted()

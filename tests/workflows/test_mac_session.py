@@ -76,7 +76,7 @@ async def session(env: WorkflowEnvironment, start: SessionInput, world: World, *
         if serve_mac:
             queue = names.mac_queue(start.run, start.host)
             await stack.enter_async_context(
-                make_worker(env.client, queue, activities=[world.sweep], max_concurrent_activities=1, graceful_seconds=0)
+                make_worker(env.client, queue, activities=world.mac_activities(), max_concurrent_activities=1, graceful_seconds=0)
             )
         handle = await env.client.start_workflow(
             MacSessionWorkflow.run,
@@ -160,7 +160,7 @@ async def test_mac_that_nobody_serves_is_away_until_its_next_hello_and_redoes_th
         assert "schedule_to_start" in status.reason
         await until(handle, lambda _: [event.event for event in world.fleet] == ["joined", "left"])
         queue = names.mac_queue(start.run, start.host)
-        async with make_worker(skipping.client, queue, activities=[world.sweep], max_concurrent_activities=1, graceful_seconds=0):
+        async with make_worker(skipping.client, queue, activities=world.mac_activities(), max_concurrent_activities=1, graceful_seconds=0):
             await handle.signal(names.HELLO, Hello("mac-1", "nonce-2"))
             await until(handle, lambda status: status.num_sweeps == 1)
             await until(handle, lambda _: [event.event for event in world.fleet] == ["joined", "left", "joined"])

@@ -86,7 +86,9 @@ class Fleet:
         ]
         for host in self.hosts if serve is None else serve:
             queue = names.mac_queue(self.run, host)
-            workers.append(make_worker(self.client, queue, activities=[self.world.sweep], max_concurrent_activities=1, graceful_seconds=0))
+            workers.append(
+                make_worker(self.client, queue, activities=self.world.mac_activities(), max_concurrent_activities=1, graceful_seconds=0)
+            )
         tasks = [asyncio.create_task(worker.run()) for worker in workers]
         try:
             for host in self.hosts:

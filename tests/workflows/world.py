@@ -23,7 +23,22 @@ from stoa.contracts.evaluation_messages import (
     MacList,
     SummariseRequest,
 )
-from stoa.contracts.fleet_messages import FleetEvent, Grant, GrantRequest, Released, ReleaseRequest, SweepRequest, SweepResult
+from stoa.contracts.fleet_messages import (
+    AdmitRequest,
+    Admitted,
+    Census,
+    CensusRequest,
+    FleetEvent,
+    Grant,
+    GrantRequest,
+    MacFacts,
+    Notice,
+    Released,
+    ReleaseRequest,
+    Standing,
+    SweepRequest,
+    SweepResult,
+)
 from stoa.contracts.messages import (
     Acquired,
     AcquireRequest,
@@ -62,6 +77,10 @@ class World:
     hosts: tuple[str, ...] = ()
     swept: list[SweepRequest] = field(default_factory=list)
     grants: Counter[int] = field(default_factory=Counter)
+    notices: list[Notice] = field(default_factory=list)
+    told: list[Standing] = field(default_factory=list)
+    admitted: list[AdmitRequest] = field(default_factory=list)
+    censuses: list[CensusRequest] = field(default_factory=list)
     reported: list[EvaluationResult] = field(default_factory=list)
     summarised: list[SummariseRequest] = field(default_factory=list)
     # what a test changes
@@ -70,6 +89,8 @@ class World:
     on_publish: Callable[[PublishRequest], None] = lambda _: None
     on_grant: Callable[[GrantRequest], Grant | None] = lambda _: None
     on_sweep: Callable[[SweepRequest], SweepResult | None] = lambda _: None
+    on_admit: Callable[[AdmitRequest], Admitted | None] = lambda _: None
+    on_census: Callable[[CensusRequest], Census | None] = lambda _: None
     on_evaluation: Callable[[EvaluationStart], EvaluationResult | None] = lambda _: None
     step_gate: asyncio.Event | None = None
     sweep_gate: asyncio.Event | None = None
@@ -165,6 +186,24 @@ class World:
             return SweepResult("done", request.sweep, "eval", request.version, num_episodes=len(request.question_ids), keys=(key,))
         return SweepResult("done", request.sweep, version=3, num_groups=len(request.question_ids), decode_seconds=2.0, pull_seconds=0.5)
 
+    @activity.defn(name=names.NOTICE)
+    async def notice(self, notice: Notice) -> None:
+        self.notices.append(notice)
+
+    @activity.defn(name=names.ADMIT_MAC)
+    async def admit(self, request: AdmitRequest) -> Admitted:
+        self.admitted.append(request)
+        return self.on_admit(request) or Admitted()
+
+    @activity.defn(name=names.TELL_MAC)
+    async def tell_mac(self, standing: Standing) -> None:
+        self.told.append(standing)
+
+    @activity.defn(name=names.CENSUS)
+    async def census(self, request: CensusRequest) -> Census:
+        self.censuses.append(request)
+        return self.on_census(request) or Census(tuple(map(MacFacts, self.hosts)), len(self.hosts))
+
     @activity.defn(name=names.HELD_OUT)
     async def held_out(self, request: HeldOutRequest) -> HeldOutPart:
         ids = tuple(f"held-{i}" for i in range(min(request.num_questions, 150)))
@@ -182,8 +221,14 @@ class World:
     def trainer_activities(self) -> list[Any]:
         return [self.acquire, self.train_step, self.publish, self.checkpoint]
 
+    def mac_activities(self) -> list[Any]:
+        return [self.sweep, self.notice]
+
     def desk_activities(self) -> list[Any]:
         return [
+            self.admit,
+            self.tell_mac,
+            self.census,
             self.set_head_state,
             self.list_macs,
             self.start_evaluation,

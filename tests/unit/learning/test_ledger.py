@@ -108,6 +108,21 @@ def test_without_room_the_reason_has_the_numbers():
     assert decision.reason == ("version 5: 120 groups wait for the trainer, 8 are being played, 4 were used; 128 is the most")
 
 
+def test_a_mac_may_be_granted_as_many_sweeps_ahead_as_the_rule_says():
+    known = facts(grants=tuple(grant("mac-a", sweep, 8 * sweep) for sweep in range(4)))
+    assert outstanding(RULE, known, 0.0).running == 16
+    assert outstanding(replace(RULE, max_ahead=3), known, 0.0).running == 32
+
+
+def test_room_that_is_kept_for_idle_macs_is_not_given_to_one_that_asks_ahead():
+    known = facts(arrived=frozenset(group("mac-b", i // 8, i % 8) for i in range(120)))
+    ahead = decide(RULE, known, ORDER, host="mac-a", sweep=1, num_groups=8, now=0.0, num_kept=8)
+    assert (ahead.grant, ahead.room) == (None, 8)
+    assert "kept for Macs that have nothing to play" in ahead.reason
+    assert decide(RULE, known, ORDER, host="mac-c", sweep=0, num_groups=8, now=0.0).grant is not None
+    assert decide(RULE, known, ORDER, host="mac-a", sweep=1, num_groups=8, now=0.0, num_kept=7).grant is not None
+
+
 def test_a_whole_sweep_is_granted_while_there_is_any_room():
     known = facts(arrived=frozenset(group("mac-b", i // 8, i % 8) for i in range(127)))
     decision = decide(RULE, known, ORDER, host="mac-a", sweep=0, num_groups=8, now=0.0)

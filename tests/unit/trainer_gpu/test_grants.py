@@ -132,11 +132,11 @@ def test_paused_run_grants_nothing_and_says_so(handle: RunHandle) -> None:
 def test_session_that_begins_anew_is_told_the_sweep_to_go_on_with(handle: RunHandle) -> None:
     head(handle)
     desk = keeper(handle)
-    for sweep in range(3):
+    for sweep in range(5):
         ask(desk, "a", sweep, num=2)
     answer = ask(keeper(handle), "a", 0)
-    assert (answer.question_ids, answer.newest_sweep) == ((), 2)
-    # One sweep may be played while the next is granted already: that one is not over.
+    assert (answer.question_ids, answer.newest_sweep) == ((), 4)
+    # One sweep may be played while three more are granted already: that one is not over.
     assert len(ask(desk, "a", 1).question_ids) == 2
 
 
@@ -162,11 +162,42 @@ def test_other_run_is_refused(handle: RunHandle) -> None:
         keeper(handle).grant(GrantRequest("other", "a", 0, 8), Reports())
 
 
-def test_waits_for_room_and_reports(handle: RunHandle) -> None:
+def test_answer_says_what_it_waits_for(handle: RunHandle) -> None:
+    assert ask(keeper(handle), "a", 0).waits_for == "version"
+    writer = head(handle)
+    desk = keeper(handle)
+    assert [ask(desk, host, 0).waits_for for host in "abc"] == ["", "", "room"]
+    assert desk.on_the_way() == (16, 0)
+    writer.set_state("paused", "n")
+    assert ask(desk, "c", 0).waits_for == "run"
+
+
+def test_mac_that_asks_ahead_does_not_take_the_room_of_an_idle_one(handle: RunHandle) -> None:
     head(handle)
     desk = keeper(handle)
-    ask(desk, "a", 0)
-    ask(desk, "b", 0)
-    progress = Reports()
-    desk.grant(GrantRequest("test", "c", 0, 8, wait_seconds=0.6), progress)
-    assert len(progress.seen) >= 2
+    arrived = arrive(handle, ask(desk, "a", 0)) + arrive(handle, ask(desk, "b", 0))
+    assert ask(desk, "c", 0).waits_for == "room"
+    write_drop_note(handle.store, "test", 1001, 0, [Dropped(key, "all_zero") for key in arrived[:4]])
+    ahead = ask(desk, "a", 1)
+    assert (ahead.question_ids, ahead.waits_for) == ((), "turn")
+    assert len(ask(desk, "c", 0, num=4).question_ids) == 4
+
+
+def test_more_than_one_sweep_ahead_is_granted_while_there_is_room_for_everybody(handle: RunHandle) -> None:
+    head(handle)
+    desk = keeper(handle)
+    # Room for 16 groups. The second sweep ahead needs 2 groups for each of both Macs left beside it, the third 4.
+    assert [len(ask(desk, host, 0, num=2).question_ids) for host in "ab"] == [2, 2]
+    assert [len(ask(desk, "a", sweep, num=2).question_ids) for sweep in (1, 2)] == [2, 2]
+    assert ask(desk, "a", 3, num=2).waits_for == "turn"
+    assert [len(ask(desk, "b", sweep, num=2).question_ids) for sweep in (1, 2)] == [2, 2]
+    assert ask(desk, "b", 3, num=2).waits_for == "turn"
+
+
+def test_sweep_played_ahead_is_not_over_while_a_later_one_is_granted(handle: RunHandle) -> None:
+    head(handle)
+    desk = keeper(handle)
+    for sweep in range(4):
+        assert len(ask(desk, "a", sweep, num=2).question_ids) == 2
+    assert desk.on_the_way() == (8, 0)
+    assert len(ask(desk, "a", 0, num=2).question_ids) == 2  # a session that was reset asks for it again
