@@ -19,6 +19,8 @@ from typing import Final
 
 from stoa.config.load import PROJECT_ROOT
 from stoa.contracts.errors import StoaError, UsageError
+from worker_mac.identity import lock_holder, locked_error
+from worker_mac.panics import PanicLog
 
 LABEL: Final = "run.stoa.worker"
 THROTTLE_SECONDS: Final = 30
@@ -75,10 +77,11 @@ def plist(command: Sequence[str], log: Path) -> bytes:
     )
 
 
-def worker_command(config: Path | None, state: Path, *, parks: bool = False) -> tuple[str, ...]:
-    """What starts the worker, with this Python."""
+def worker_command(config: Path | None, state: Path, *, at_login: bool = False) -> tuple[str, ...]:
+    """What starts the worker, with this Python; no key and no secret stands in it."""
     given = () if config is None else (str(config.resolve()),)
-    return (sys.executable, "-m", "worker_mac.worker", *given, "--state", str(state.resolve()), *(("--parks",) if parks else ()))
+    flags = ("--parks", "--kept") if at_login else ()
+    return (sys.executable, "-m", "worker_mac.worker", *given, "--state", str(state.resolve()), *flags)
 
 
 class Service:
@@ -90,12 +93,16 @@ class Service:
         self._domain = f"gui/{os.getuid() if user_id is None else user_id}"
 
     def install(self, config: Path | None = None) -> None:
-        """Write the agent, load it and start it; one that is there is replaced, one that was parked is free again."""
+        """Write the agent, load it and start it; one that is there is replaced, one that was parked is free again.
+
+        Raises WorkerLockedError if a worker that is not the agent's uses the state folder, StoaError if launchd refuses.
+        """
         self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        Attempts(self._state).forget()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._launchctl(("bootout", f"{self._domain}/{LABEL}"))
-        self._path.write_bytes(plist(worker_command(config, self._state, parks=True), self._state / "worker.log"))
+        self._wait_for_the_folder()
+        self._forget_failures()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_bytes(plist(worker_command(config, self._state, at_login=True), self._state / "worker.log"))
         said = self._launchctl(("bootstrap", self._domain, str(self._path)))
         if said.code:
             self._path.unlink()
@@ -106,7 +113,21 @@ class Service:
         said = self._launchctl(("bootout", f"{self._domain}/{LABEL}"))
         there = self._path.is_file()
         self._path.unlink(missing_ok=True)
+        self._forget_failures()
         return there or said.code == 0
+
+    def _wait_for_the_folder(self) -> None:
+        """Until the agent's worker, which was just told to end, has let the folder go."""
+        deadline = time.monotonic() + EXIT_SECONDS
+        while (holder := lock_holder(self._state)) is not None:
+            if time.monotonic() > deadline or not self._path.is_file():
+                raise locked_error(self._state, holder)
+            time.sleep(0.2)
+
+    def _forget_failures(self) -> None:
+        """A person has looked."""
+        Attempts(self._state).forget()
+        PanicLog(self._state).forget()
 
     def status(self) -> Status:
         """What launchd and the worker's own record say."""
@@ -117,7 +138,7 @@ class Service:
             loaded=said.code == 0,
             pid=int(pid[1]) if pid else 0,
             last_exit=last[1] if last else "",
-            parked=Attempts(self._state).parked(),
+            parked=PanicLog(self._state).look().stays_off or Attempts(self._state).parked(),
         )
 
 

@@ -1,14 +1,19 @@
 """The agent: what launchd is told, what it says, and that a worker which cannot start is parked."""
 
+import json
+import os
 import plistlib
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from stoa.contracts.errors import StoaError, UsageError
+from stoa.contracts.errors import StoaError, UsageError, WorkerLockedError
+from worker_mac.identity import Identity
 from worker_mac.service import LABEL, Attempts, Said, Service, run_launchctl
 
 PRINTED = """gui/501/run.stoa.worker = {
@@ -66,7 +71,7 @@ def test_an_installed_agent_starts_at_login_and_again_after_a_crash_only(service
     assert agent["ThrottleInterval"] == 30
     assert agent["ProcessType"] == "Standard"
     config, state = str(tmp_path / "run.toml"), str(tmp_path / "state")
-    assert agent["ProgramArguments"] == [sys.executable, "-m", "worker_mac.worker", config, "--state", state, "--parks"]
+    assert agent["ProgramArguments"] == [sys.executable, "-m", "worker_mac.worker", config, "--state", state, "--parks", "--kept"]
     assert agent["StandardErrorPath"].startswith(state)
 
 
@@ -74,7 +79,34 @@ def test_the_workers_command_line_takes_what_the_agent_gives(service: Service, l
     from worker_mac.worker import read_options
 
     service.install()
-    assert read_options(launchd.loaded[f"gui/501/{LABEL}"]["ProgramArguments"][3:]).parks
+    options = read_options(launchd.loaded[f"gui/501/{LABEL}"]["ProgramArguments"][3:])
+    assert (options.parks, options.kept) == (True, True)
+
+
+def test_a_second_worker_on_the_folder_is_refused_by_name_and_no_agent_is_left(service: Service, launchd: Launchd, tmp_path: Path) -> None:
+    by_hand = Identity(tmp_path / "state")
+    with pytest.raises(WorkerLockedError, match=f"process {os.getpid()} is a worker"):
+        service.install()
+    assert launchd.loaded == {} and not service.status().installed
+    by_hand.close()
+    service.install()
+    assert launchd.loaded
+
+
+def test_an_agent_that_is_replaced_has_time_to_let_its_folder_go(service: Service, launchd: Launchd, tmp_path: Path) -> None:
+    service.install()
+    running = Identity(tmp_path / "state")
+    threading.Timer(0.5, running.close).start()
+    service.install()
+    assert launchd.asked.count("bootstrap") == 2
+
+
+def test_a_mac_that_stays_off_after_crashes_says_so_until_a_person_looks(service: Service, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "panics.json").write_text(json.dumps({"began": 0.0, "panics": [time.time() - 5.0, time.time() - 4.0]}))
+    assert "crashed 2 times" in service.status().parked
+    service.remove()
+    assert service.status().parked == ""
 
 
 def test_status_tells_pid_last_exit_and_what_is_there(service: Service) -> None:
