@@ -1,19 +1,40 @@
 """Compiles and calls the `.metal` bodies of this folder, and decides once a process whether a kernel may be used.
 
 Linux has no Metal back end (`mx.fast.metal_kernel` raises when it is called), so every kernel has a plain-op reference
-and a `Switch` between the two. A kernel that a start-up self-test finds to disagree is never used.
+and a `Switch` between the two. A kernel that a start-up self-test finds to disagree is never used. What launches a body
+is a port: `mx.fast.metal_kernel`, or an emulator with the same signature.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import mlx.core as mx
 import structlog
 
+from stoa.contracts.errors import KernelArgumentsError
+
+FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+"""Types of activations and of scales that bodies take."""
 _FOLDER = Path(__file__).parent
 _log = structlog.get_logger(__name__)
+
+Compiled = Callable[..., list[mx.array]]
+
+
+class Launcher(Protocol):
+    """Makes a callable of a body, as `mx.fast.metal_kernel` does."""
+
+    def __call__(self, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = "") -> Compiled:
+        """See `mx.fast.metal_kernel`."""
+        ...
+
+
+def launch_on_metal(name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = "") -> Compiled:
+    """The launcher of Macs."""
+    made: object = mx.fast.metal_kernel(name=name, input_names=input_names, output_names=output_names, source=source, header=header)
+    return cast(Compiled, made)
 
 
 def metal_works() -> bool:
@@ -22,39 +43,66 @@ def metal_works() -> bool:
 
 
 class Kernel:
-    """One kernel: the body in `<name>.metal`, compiled by MLX on first use for each set of template values."""
+    """One body, `<name>.metal`, compiled on first use for each set of template values. `uses`: a body of shared functions."""
 
-    def __init__(self, name: str, *, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        uses: str = "",
+        launcher: Launcher = launch_on_metal,
+    ) -> None:
         self.name = name
-        self.source = (_FOLDER / f"{name}.metal").read_text("ascii")
-        self._inputs, self._outputs = list(inputs), list(outputs)
+        self.source = body_text(name)
+        self.header = body_text(uses) if uses else ""
+        self._inputs, self._outputs, self._launcher = list(inputs), list(outputs), launcher
 
     @cached_property
-    def _compiled(self) -> Callable[..., list[mx.array]]:
-        made: object = mx.fast.metal_kernel(
-            name=f"stoa_{self.name}", input_names=self._inputs, output_names=self._outputs, source=self.source
-        )
-        return cast(Callable[..., list[mx.array]], made)
+    def _compiled(self) -> Compiled:
+        return self._launcher(f"stoa_{self.name}", self._inputs, self._outputs, self.source, self.header)
 
     def __call__(
         self,
         *,
         inputs: list[mx.array],
-        template: list[tuple[str, int | bool]],
+        template: Sequence[tuple[str, int | bool | mx.Dtype]],
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
-        output_shapes: list[tuple[int, ...]],
-        output_dtypes: list[mx.Dtype],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         """Run the kernel; arguments as `mx.fast.metal_kernel` has them. Raises RuntimeError without a Metal back end."""
         return self._compiled(
             inputs=inputs,
-            template=template,
+            template=list(template),
             grid=grid,
             threadgroup=threadgroup,
-            output_shapes=output_shapes,
-            output_dtypes=output_dtypes,
+            output_shapes=list(output_shapes),
+            output_dtypes=list(output_dtypes),
         )
+
+
+def body_text(name: str) -> str:
+    """The text of `<name>.metal`."""
+    return (_FOLDER / f"{name}.metal").read_text("ascii")
+
+
+def expect(kernel: str, name: str, array: mx.array, shape: tuple[int, ...], *dtypes: mx.Dtype) -> None:
+    """Raise KernelArgumentsError unless `array` has this shape (-1: any) and one of these types."""
+    fits = array.ndim == len(shape) and all(want in (-1, have) for have, want in zip(array.shape, shape, strict=True))
+    if not fits:
+        wanted = ", ".join("any" if size == -1 else str(size) for size in shape)
+        raise KernelArgumentsError(f"{kernel}: {name} has shape {tuple(array.shape)}, not ({wanted})")
+    if array.dtype not in dtypes:
+        raise KernelArgumentsError(f"{kernel}: {name} is {array.dtype}, not {' or '.join(str(dtype) for dtype in dtypes)}")
+
+
+def demand(kernel: str, holds: bool, what: str) -> None:
+    """Raise KernelArgumentsError saying `what` unless it holds."""
+    if not holds:
+        raise KernelArgumentsError(f"{kernel}: {what}")
 
 
 class Switch:

@@ -166,6 +166,10 @@ class LayoutError(WeightsError):
     """Tensors do not have the names, shapes or types of the run's layout, or a parallel layout trains wrongly."""
 
 
+class KernelArgumentsError(StoaError):
+    """A Metal kernel was given arrays of other shapes or types than it is made for."""
+
+
 class CheckpointError(StoaError):
     """A checkpoint cannot be loaded: torn, of another architecture, or of another run."""
 

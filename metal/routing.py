@@ -1,0 +1,116 @@
+"""K4, the MoE router: hidden states to experts, their weights, and the order in which experts take their rows.
+
+The plain-op form is the reference and runs everywhere. Logits are fp32 sums in both, but in another order of additions:
+two scores closer than that difference may be chosen otherwise, equal logits never.
+
+Legend: N tokens, D width, E experts, K experts chosen a token; a place is token * K + choice.
+"""
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import mlx.core as mx
+
+from metal.kernels import FLOATS, Kernel, Launcher, demand, expect, launch_on_metal
+
+MAX_EXPERTS: Final = 256
+"""The kernel gives each of a simdgroup's 32 lanes at most 8 experts, and records an expert in one byte."""
+EPSILON: Final = 1e-6
+"""Added to the sum of weights before they are divided by it."""
+_NAME = "router"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRule:
+    """What config.json says of routing: `top_k` experts, weights normalised to sum to 1 or not, then scaled."""
+
+    num_experts: int
+    top_k: int
+    normalise: bool
+    scale: float
+
+
+class Routing(NamedTuple):
+    """Who computes what."""
+
+    experts: mx.array  # uint32 [N, K], by falling biased score
+    weights: mx.array  # float32 [N, K]
+    record: mx.array  # uint8 [N, K], the experts again
+    order: mx.array  # int32 [N * K], places sorted by expert
+    offsets: mx.array  # int32 [E + 1], where each expert's places begin in `order`
+    counts: mx.array  # int32 [E]
+
+
+def route_plain(x: mx.array, gate: mx.array, bias: mx.array, rule: RouterRule) -> Routing:
+    """Choose experts: top K of sigmoid(logits) + bias, the lower index first among equals; weigh them without the bias.
+
+    Args:
+        x: [N, D].
+        gate: [E, D], both in any float type; logits are their product in float32.
+        bias: float32 [E], used for the choice only.
+        rule: the model's routing rule.
+    """
+    scores_NE = mx.sigmoid(x.astype(mx.float32) @ gate.astype(mx.float32).T)
+    left_NE = scores_NE + bias
+    lanes_E = mx.arange(rule.num_experts, dtype=mx.uint32)
+    chosen: list[mx.array] = []
+    for _ in range(rule.top_k):
+        best_N1 = mx.argmax(left_NE, axis=-1, keepdims=True)  # the first of equals
+        chosen.append(best_N1)
+        left_NE = mx.where(lanes_E == best_N1, -mx.inf, left_NE)
+    experts_NK = mx.concatenate(chosen, axis=-1)
+    weights_NK = mx.take_along_axis(scores_NE, experts_NK, axis=-1)
+    if rule.normalise:
+        weights_NK = weights_NK / (weights_NK.sum(axis=-1, keepdims=True) + EPSILON)
+    weights_NK = weights_NK if rule.scale == 1.0 else weights_NK * rule.scale
+    return Routing(experts_NK, weights_NK, experts_NK.astype(mx.uint8), *order_plain(experts_NK, rule.num_experts))
+
+
+def order_plain(experts: mx.array, num_experts: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Order, offsets and counts of uint32 [N, K] experts."""
+    flat = experts.reshape(-1)
+    # Equal keys would leave the order to the sort; these keys differ.
+    order = mx.argsort(flat.astype(mx.int32) * flat.size + mx.arange(flat.size, dtype=mx.int32)).astype(mx.int32)
+    counts_E = (flat[:, None] == mx.arange(num_experts, dtype=mx.uint32)).astype(mx.int32).sum(axis=0)
+    offsets = mx.concatenate([mx.zeros((1,), mx.int32), mx.cumsum(counts_E).astype(mx.int32)])
+    return order, offsets, counts_E
+
+
+class RouterKernel:
+    """As `route_plain`, by routing.metal and expert_order.metal."""
+
+    def __init__(self, launcher: Launcher = launch_on_metal) -> None:
+        self._route = Kernel("routing", inputs=("x", "gate", "bias", "scale"), outputs=("experts", "weights", "record"), launcher=launcher)
+        self._order = Kernel("expert_order", inputs=("experts", "size"), outputs=("order", "offsets", "counts"), launcher=launcher)
+
+    def __call__(self, x: mx.array, gate: mx.array, bias: mx.array, rule: RouterRule) -> Routing:
+        """As `route_plain`. Raises KernelArgumentsError."""
+        num_tokens, num_experts, top_k = x.shape[0], rule.num_experts, rule.top_k
+        expect(_NAME, "x", x, (-1, -1), *FLOATS)
+        demand(_NAME, num_tokens > 0, "no tokens")
+        expect(_NAME, "gate", gate, (num_experts, x.shape[1]), *FLOATS)
+        expect(_NAME, "bias", bias, (num_experts,), mx.float32)
+        demand(_NAME, 0 < top_k <= num_experts <= MAX_EXPERTS, f"top {top_k} of {num_experts} experts, of at most {MAX_EXPERTS}")
+        experts, weights, record = self._route(
+            inputs=[x, gate, bias, mx.array([rule.scale], dtype=mx.float32)],
+            template=[("D", x.shape[1]), ("E", num_experts), ("K", top_k), ("NORMALISE", rule.normalise)],
+            grid=(256, num_tokens, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[(num_tokens, top_k)] * 3,
+            output_dtypes=[mx.uint32, mx.float32, mx.uint8],
+        )
+        return Routing(experts, weights, record, *self.order(experts, num_experts))
+
+    def order(self, experts: mx.array, num_experts: int) -> tuple[mx.array, mx.array, mx.array]:
+        """As `order_plain`. Raises KernelArgumentsError."""
+        expect(_NAME, "experts", experts, (-1, -1), mx.uint32)
+        demand(_NAME, experts.size > 0 and 0 < num_experts <= MAX_EXPERTS, f"{experts.size} places of {num_experts} experts")
+        order, offsets, counts = self._order(
+            inputs=[experts, mx.array([experts.size], dtype=mx.int32)],
+            template=[("E", num_experts)],
+            grid=(1024, 1, 1),
+            threadgroup=(1024, 1, 1),
+            output_shapes=[(experts.size,), (num_experts + 1,), (num_experts,)],
+            output_dtypes=[mx.int32] * 3,
+        )
+        return order, offsets, counts
