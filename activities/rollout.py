@@ -80,6 +80,11 @@ class RolloutActivities:
         """All of them, for the worker."""
         return [self.sweep, self.notice]
 
+    @property
+    def plays_unasked(self) -> bool:
+        """True while a sweep is played that nobody has asked for yet."""
+        return any(not play.asked for play in self._unfinished())
+
     def take_lost(self) -> bool:
         """True once after a sweep whose activity the server had given up: it takes this Mac for gone."""
         lost, self._was_lost = self._was_lost, False

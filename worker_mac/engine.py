@@ -79,6 +79,7 @@ class _Run:
     started_at: float = field(default_factory=time.time)
     began: float = field(default_factory=time.monotonic)
     num_shipped: int = 0
+    last_key: str = ""
     keys: tuple[str, ...] = ()
     broken_off: tuple[SweepStatus, str] | None = None
     stopping_since: float | None = None
@@ -160,14 +161,16 @@ class MacEngine:
                     result = self._play_request(request, head, idle_seconds, progress)
             return replace(
                 result,
+                resting=result.status == "paused" and not self._guest.decision.starts,
                 bytes_up=self._uploader.bytes_sent - up_before,
                 bytes_down=self._store.meters.total().bytes_down - down_before,
             )
         except _BrokenOffError as end:
             self._stopped = self._stopped or end.status == "stopped"
             return SweepResult(
-                end.status, request.sweep, request.purpose, self._versions.version, idle_seconds=idle_seconds, reason=end.reason
-            )
+                end.status, request.sweep, request.purpose, self._versions.version, idle_seconds=idle_seconds, reason=end.reason,
+                resting=end.status == "paused" and not self._guest.decision.starts,
+            )  # fmt: skip
         finally:
             self._ended_at, self._busy = time.monotonic(), False
             mx.clear_cache()
@@ -312,8 +315,9 @@ class MacEngine:
             if now - run.reported_at >= _REPORT_SECONDS:
                 run.reported_at = now
                 progress.report(
-                    f"sweep {run.request.sweep} version {run.served.version}: {num_done} of {len(castings)} episodes, "
-                    f"{num_tokens} tokens, {run.num_shipped} groups"
+                    f"{num_done} of {len(castings)} episodes, {num_tokens} tokens, {run.num_shipped} groups",
+                    version=run.served.version,
+                    key=run.last_key,
                 )
 
         record = self._config.rollout.record_routing and run.request.purpose == "train"
@@ -343,7 +347,7 @@ class MacEngine:
         key = keys.group(self._run, run.served.version, self._host, run.request.sweep, index)
         self._uploader.put(key, encode_group(group))
         self._guest.spool_bytes = self._spool.num_bytes
-        run.num_shipped += 1
+        run.num_shipped, run.last_key = run.num_shipped + 1, key
 
     def _record(self, run: _Run, index: int, question_id: str, seed: int, episodes: list[Episode]) -> Group:
         timings = Timings(

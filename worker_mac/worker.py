@@ -32,6 +32,7 @@ from stoa.config.load import bucket_credentials, kept_environment, load_mac_host
 from stoa.config.run import RunConfig
 from stoa.contracts import names
 from stoa.contracts.errors import (
+    BuildTooOldError,
     MacCrashedError,
     MissingExtraError,
     ObjectMissingError,
@@ -41,6 +42,7 @@ from stoa.contracts.errors import (
     StoaError,
     UsageError,
 )
+from stoa.contracts.fleet_messages import Notice
 from stoa.telemetry import log as telemetry
 from worker_mac.ending import ANEW_SECONDS, FINISH_SECONDS, LEAVE_SECONDS, LastCall, begin_anew, cut_short, leave
 from worker_mac.guest import Guest
@@ -62,6 +64,8 @@ MakeEngine = Callable[..., "MacEngine"]
 BUCKET_PATIENCE_SECONDS: Final = 20.0
 LONGEST_WAIT_SECONDS: Final = 5.0
 TICK_SECONDS: Final = 1.0
+UNASKED_SECONDS: Final = 10.0
+"""While sweeps are played that nobody asked for, the session is told so often that we are here: it may have lost us."""
 RESUME_SECONDS: Final = 60.0
 """A worker started on a stopped run waits this long for it to be resumed."""
 GRACEFUL_SECONDS: Final = 30.0
@@ -212,6 +216,7 @@ class _Worker:
         self._anew_call = LastCall(begin_anew, ANEW_SECONDS)
         self._said = ""
         self._run_stopped = False
+        self._notice: Notice | None = None
         self.anew = ""
         """Why this process is to begin anew once it has ended; "" if it is not."""
         self._budgets = Budgets(identity.folder / "network.json", allowed.day_bytes, allowed.month_bytes)
@@ -249,6 +254,8 @@ class _Worker:
             self._anew_call.cancel()
         _log.info("worker_ended", run_stopped=self._run_stopped, anew=self.anew)
         _check(self._guest.caution)
+        if self._notice is not None and self._notice.kind == "too_old":
+            raise BuildTooOldError(self._notice.text)
 
     def _leave(self) -> None:
         """We were asked to end."""
@@ -354,8 +361,8 @@ class _Worker:
         client = await connect()
         if client is None:
             return
-        activities = RolloutActivities(engine)
-        watching = asyncio.ensure_future(self._watch(client, config, document, engine))
+        activities = RolloutActivities(engine, on_notice=self._on_notice)
+        watching = asyncio.ensure_future(self._watch(client, config, document, engine, activities))
         clients = [client]
 
         async def make() -> Worker:
@@ -364,7 +371,7 @@ class _Worker:
             return make_worker(
                 clients.pop(),
                 names.mac_queue(self._run, self._host),
-                activities=[activities.sweep],
+                activities=activities.served(),
                 max_concurrent_activities=1,
                 graceful_seconds=GRACEFUL_SECONDS,
             )
@@ -373,9 +380,19 @@ class _Worker:
             await supervise(make, self._stop)
         finally:
             watching.cancel()
-            await self._membership.goodbye(client, "run stopped" if self._run_stopped else self.anew or "worker ended")
+            goodbye = self._membership.goodbye(client, "run stopped" if self._run_stopped else self.anew or "worker ended")
+            await asyncio.gather(activities.close(), goodbye)
 
-    async def _watch(self, client: Client, config: RunConfig, document: RunDocument, engine: "MacEngine") -> None:
+    def _on_notice(self, notice: Notice) -> None:
+        """The run has something to say to this Mac's owner."""
+        _log.warning("run_says", kind=notice.kind, text=notice.text)
+        if notice.ends:
+            self._notice = notice
+            self._stop.set()
+
+    async def _watch(
+        self, client: Client, config: RunConfig, document: RunDocument, engine: "MacEngine", activities: RolloutActivities
+    ) -> None:
         """Say hello at the start, after sleep and after silence; end when the run has stopped; look after the Mac."""
         ticked_at = time.time()
         greeted, looked, reason = 0.0, time.monotonic(), "start"
@@ -386,6 +403,10 @@ class _Worker:
             now, wall = time.monotonic(), time.time()
             reason = reason_to_greet(reason, tick_seconds=wall - ticked_at, silent_seconds=min(engine.idle_seconds, now - greeted))
             ticked_at = wall
+            if activities.take_lost():
+                reason = reason or "lost"
+            if activities.plays_unasked and now - greeted > UNASKED_SECONDS:
+                reason = reason or "unasked"
             if engine.idle_seconds > config.timeouts.head_poll_seconds < now - looked:
                 looked = now
                 self._run_stopped = await asyncio.to_thread(self._head_state, document) == "stopped"
