@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cache
+from pathlib import Path
 from typing import Final, Protocol
 
 import psutil
@@ -85,6 +86,7 @@ class MacProbe:
             pressure=read_pressure(self._tool(("sysctl", "-n", "kern.memorystatus_vm_pressure_level"))),
             on_hotspot=self._hotspot,
             awake_seconds=now - self._woke_at,
+            free_disk_bytes=psutil.disk_usage(str(Path.home())).free,
         )
 
 

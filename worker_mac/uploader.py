@@ -2,9 +2,13 @@
 
 It receives bytes only (nothing of MLX may leave the engine's thread) and writes create-only keys, so sending twice is
 harmless. What is in an object, and whether a spooled one is still wanted, is the engine's business.
+
+A spooled file is named by its key and holds the object's bytes and their 8-byte xxh3 (little-endian): what a Mac that
+lost power left half written is told from what is whole.
 """
 
 import contextlib
+import errno
 import os
 import threading
 from collections import deque
@@ -14,14 +18,19 @@ from typing import Final, Protocol
 from urllib.parse import quote, unquote
 
 import structlog
+import xxhash
 
-from stoa.contracts.errors import ObjectExistsError, ServiceUnavailableError, StoaError
+from stoa.contracts.errors import DiskFullError, ObjectExistsError, ServiceUnavailableError, StoaError
 
 _log = structlog.get_logger(__name__)
 
-FIRST_WAIT_SECONDS: Final = 0.2
-LONGEST_WAIT_SECONDS: Final = 10.0
+WAIT_SECONDS: Final = (0.2, 10.0)
+"""First and longest wait between two tries; there is no last try."""
+CLOSE_SECONDS: Final = 2.0
+"""For the object in hand when this process ends; it stays in the spool."""
+_SUM_BYTES: Final = 8
 _PART: Final = ".part"
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Target(Protocol):
@@ -31,7 +40,7 @@ class Target(Protocol):
 
 
 class Spool:
-    """Objects on disk, one file each, named by their key; a file that is there is whole."""
+    """Objects on disk, one file each, named by their key."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,19 +49,29 @@ class Spool:
             torn.unlink()
 
     def add(self, key: str, data: bytes) -> None:
-        """Keep an object until it is removed."""
+        """Keep an object until it is removed. Raises DiskFullError; nothing is kept then."""
         path = self._path(key)
         part = path.with_name(path.name + _PART)
         self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it under a living worker
-        part.write_bytes(data)
-        part.replace(path)
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                file.write(_sum_of(data))
+            part.replace(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            if error.errno not in _FULL:
+                raise
+            raise DiskFullError(f"{path}: the disk is full", hint="make room: a finished group waits there for the network") from error
 
     def read(self, key: str) -> bytes | None:
-        """The bytes kept under this key; None if somebody removed them."""
+        """The bytes kept under this key; None if somebody removed or damaged them."""
         try:
-            return self._path(key).read_bytes()
+            found = self._path(key).read_bytes()
         except FileNotFoundError:
             return None
+        data = found[:-_SUM_BYTES]
+        return data if len(found) >= _SUM_BYTES and found[-_SUM_BYTES:] == _sum_of(data) else None
 
     def remove(self, key: str) -> None:
         """Forget an object."""
@@ -77,6 +96,10 @@ class Spool:
         return self._folder / quote(key, safe="")
 
 
+def _sum_of(data: bytes) -> bytes:
+    return xxhash.xxh3_64_intdigest(data).to_bytes(_SUM_BYTES, "little")
+
+
 class Gate:
     """A target that takes nothing while the network is not ours to use."""
 
@@ -93,8 +116,9 @@ class Gate:
 class Uploader:
     """Sends spooled objects one after another; an outage is waited out for as long as this process lives."""
 
-    def __init__(self, target: Target, spool: Spool) -> None:
-        self._target, self._spool = target, spool
+    def __init__(self, target: Target, spool: Spool, *, wait_seconds: tuple[float, float] = WAIT_SECONDS) -> None:
+        """wait_seconds: first and longest wait between two tries."""
+        self._target, self._spool, self._wait_seconds = target, spool, wait_seconds
         self._changed = threading.Condition()
         self._queue: deque[str] = deque()
         self._closing = False
@@ -107,10 +131,10 @@ class Uploader:
         self._thread.start()
 
     def recover(self, wanted: Callable[[str], bool]) -> int:
-        """Queue what an earlier process left in the spool; what is not wanted any more is dropped. Returns how many."""
+        """Queue what an earlier process left in the spool; what is damaged or not wanted is dropped. Returns how many."""
         kept = 0
         for key in self._spool.held():
-            if wanted(key):
+            if wanted(key) and self._spool.read(key) is not None:
                 self._enqueue(key)
                 kept += 1
             else:
@@ -146,7 +170,7 @@ class Uploader:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout=LONGEST_WAIT_SECONDS)
+        self._thread.join(timeout=CLOSE_SECONDS)
 
     def _enqueue(self, key: str) -> None:
         with self._changed:
@@ -169,10 +193,11 @@ class Uploader:
 
     def _send(self, key: str) -> bool:
         """Send one object, waiting out outages; False if closing came first."""
-        data, wait_seconds = self._spool.read(key), FIRST_WAIT_SECONDS
+        data, (wait_seconds, longest_seconds) = self._spool.read(key), self._wait_seconds
         if data is None:
             _log.warning("spooled_object_lost", key=key)
             return True
+        said = ""
         while True:
             try:
                 self._target.create(key, data)
@@ -191,10 +216,12 @@ class Uploader:
                     with self._changed:
                         self._fault = error
                     return True
-                _log.warning("upload_waiting", key=key, reason=error.message, wait_seconds=wait_seconds)
+                if error.message != said:  # an outage of hours is one line
+                    said = error.message
+                    _log.warning("upload_waiting", key=key, reason=said)
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, wait_seconds):
                     return False
-            wait_seconds = min(wait_seconds * 2, LONGEST_WAIT_SECONDS)
+            wait_seconds = min(wait_seconds * 2, longest_seconds)
         self._spool.remove(key)
         return True

@@ -56,6 +56,8 @@ class MacHost(Section):
     """Budget of a calendar month, sent and received together; 0 for none."""
     spool_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 50)] = 2 << 30
     """Finished groups that wait for the network may take this much disk; no new ones are played beyond it."""
+    free_disk_bytes: Count = 5_000_000_000
+    """While the disk has less than this free, no new groups are played."""
     unload_minutes: Annotated[float, Field(ge=0.0, le=10_080.0)] = 10.0
     """After a pause of this long the weights leave memory; they come back from disk. 0 keeps them."""
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9

@@ -5,11 +5,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from stoa.contracts.errors import AccessDeniedError, ObjectExistsError, ServiceUnavailableError, StoaError
-from worker_mac.uploader import Spool, Uploader
+from worker_mac.uploader import WAIT_SECONDS, Spool, Uploader
 
 
 class Target:
@@ -62,10 +63,10 @@ def test_the_disk_a_spool_takes_is_known_while_objects_come_and_go(tmp_path: Pat
 
     def come_and_go() -> None:
         while not ended.is_set():
-            spool.add("runs/r/b", bytes(70))
+            spool.add("runs/r/b", bytes(62))
             spool.remove("runs/r/b")
 
-    spool.add("runs/r/a", bytes(30))
+    spool.add("runs/r/a", bytes(22))  # and 8 bytes of their sum
     moving = threading.Thread(target=come_and_go)
     moving.start()
     try:
@@ -90,6 +91,61 @@ def test_an_outage_is_waited_out(tmp_path: Path) -> None:
     uploader.close()
     assert target.objects == {"runs/r/a": b"one"}
     assert target.tries >= 3
+
+
+def test_an_outage_of_hours_is_waited_out(tmp_path: Path) -> None:
+    target = Target()
+    target.fault = ServiceUnavailableError("away")
+    uploader = Uploader(target, Spool(tmp_path), wait_seconds=(0.0001, 0.002))
+    uploader.put("runs/r/a", b"one")
+    deadline = time.monotonic() + 30
+    while target.tries < 2200 and time.monotonic() < deadline:  # six hours of the longest wait
+        time.sleep(0.01)
+    assert target.tries >= 2200
+    assert WAIT_SECONDS[1] * 2200 > 6 * 3600
+    target.fault = None
+    assert uploader.wait(10)
+    uploader.close()
+    assert target.objects == {"runs/r/a": b"one"}
+
+
+def test_what_a_mac_that_lost_power_left_half_written_is_dropped(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    keys = [f"runs/r/{name}" for name in ("empty", "cut", "flipped", "whole")]
+    for key in keys:
+        spool.add(key, bytes(range(100)))
+    empty, cut, flipped, _ = (tmp_path / quote(key, safe="") for key in keys)
+    empty.write_bytes(b"")
+    cut.write_bytes(cut.read_bytes()[:50])
+    flipped.write_bytes(b"?" + flipped.read_bytes()[1:])
+    target = Target()
+    uploader = Uploader(target, spool)
+    assert uploader.recover(lambda key: True) == 1
+    assert uploader.wait(10)
+    uploader.close()
+    assert target.objects == {"runs/r/whole": bytes(range(100))}
+    assert spool.held() == []
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from stoa.contracts.errors import DiskFullError
+from worker_mac.uploader import Spool
+spool = Spool(Path(sys.argv[1]))
+spool.add("runs/r/small", bytes(100))
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    spool.add("runs/r/large", bytes(20_000))
+except DiskFullError as error:
+    print(error.retryable, spool.held())
+"""
+
+
+def test_a_full_disk_is_an_error_that_may_pass_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "True ['runs/r/small']\n", done.stderr
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_spool_that_was_removed_under_a_living_worker_costs_only_what_was_in_it(tmp_path: Path) -> None:
