@@ -128,6 +128,8 @@ class FakeMac(MacEngine):
         self._scribe = Scribe(environment, (model_folder / "tokenizer.json").read_bytes())
         self.pause: Callable[[float], None] = time.sleep
         """How time is passed; a Mac that is put to sleep does not come back from here."""
+        self.diary: Path | None = None
+        """Where a line is written about every sweep."""
 
     def _play_groups(self, run: Any, groups: Sequence[Sequence[Casting]], on_group: OnGroup, progress: Progress) -> Played:
         play, started = self._play_as, time.monotonic()
@@ -148,7 +150,25 @@ class FakeMac(MacEngine):
             episodes = [self._scribe.episode(casting, play.p_right) for casting in groups[index]]
             on_group(groups[index][0].group, episodes)
             played = played.plus(_played(episodes))
+        self._write_down(run, len(order), time.monotonic() - started)
         return replace(played, seconds=time.monotonic() - started)
+
+    def _write_down(self, run: Any, num_groups: int, seconds: float) -> None:
+        if self.diary is None:
+            return
+        pulled = run.pulled
+        line = {
+            "ended_at": time.time(),
+            "sweep": run.request.sweep,
+            "version": run.served.version,
+            "groups": num_groups,
+            "decode_seconds": seconds,
+            "idle_seconds": run.idle_seconds,
+            "pull_seconds": pulled.pull_seconds + pulled.apply_seconds,
+            "pull_latency_seconds": pulled.latency_seconds,
+        }
+        with self.diary.open("a", encoding="ascii") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def _when(first: float, place: int, count: int) -> float:

@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -54,11 +55,12 @@ def run_config(model: Path, **tables: dict[str, Any]) -> RunConfig:
 class Plant:
     """Use as a context; what it started has ended when the block is left."""
 
-    def __init__(self, folder: Path, *, width: int = 64, layers: int = 1, faults: bool = False, **tables: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, *, width: int = 64, layers: int = 1, faults: bool = False, **tables: Any) -> None:
         """`faults`: put a proxy before the bucket that can answer in its place. `tables`: see `run_config`."""
         self.folder = folder
         self._config = run_config(make_model_folder(folder / "model", width=width, layers=layers), **tables)
         self._house = Household(folder)
+        self._starting = threading.Lock()
         self.lines = Lines()
         self._with_proxy = faults
         self.proxy: FaultProxy | None = None
@@ -134,8 +136,9 @@ class Plant:
         return self._start(name, module, *arguments)
 
     def again(self, child: Child) -> Child:
-        """End what is left of a process and start it anew."""
-        return self._house.again(child)
+        """End what is left of a process and start it anew. From any thread."""
+        with self._starting:
+            return self._house.again(child)
 
     def acknowledged(self) -> tuple[str, ...]:
         """Keys of all groups that a Mac's process saw the bucket take."""

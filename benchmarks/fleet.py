@@ -1,0 +1,439 @@
+"""A fleet of pretended Macs on the real control plane: what it costs, what waits for what, and how well it was predicted.
+
+Real: Temporal's dev server with a database file, the S3 server, workflows, grants, groups, admission, steps, deltas; the
+trainer's own loop with a step that passes the time. Macs are drawn from a stated distribution: sweeps of 5 to 20 s in place
+of minutes, lines, sleeps, leaves and returns; most live in one process, a few in their own, which are killed to see how soon
+that is noticed. Two windows are measured: one with a trainer that takes 98 % of what the fleet can bring, one with a
+trainer that takes 80 %. The same fleet is simulated (`cli/plan/fleet.py`), and predicted and measured stand side by side.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.fleet_forecast import Facts, forecast
+from benchmarks.fleet_measure import Growth, Observer, Snapshot, growth, run_state_bytes
+from benchmarks.fleet_plant import RUN, Plant, scratch
+from benchmarks.fleet_play import Play
+from cli.plan.fleet_model import Mac
+from cli.processes import Child
+from cli.report.collect import Collector
+from cli.report.record import RunRecord, StepRow
+from stoa.bucket import keys
+from stoa.contracts import names
+from stoa.contracts.errors import StoaError
+from stoa.telemetry import log as telemetry
+
+BALANCED, HUNGRY = 0.98, 0.80
+"""Share of what the fleet can bring that the trainer takes, in the two windows."""
+NUM_VICTIMS: Final = 2
+"""Macs in processes of their own."""
+KILL_EVERY_SECONDS: Final = 45.0
+STEPS_PER_VERSION, CHECKPOINT_EVERY = 4, 4
+START_SECONDS: Final = 180.0
+P_RIGHT: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The size and pace of a run."""
+
+    macs: int
+    warm_minutes: float
+    minutes: float
+    hungry_minutes: float
+    sweep_seconds: float
+    groups: int
+    heartbeat_seconds: float
+    seed: int
+
+    @property
+    def group_size(self) -> int:
+        """Episodes of a group."""
+        return 4
+
+    @property
+    def groups_per_step(self) -> int:
+        """So that the room of all versions is 1.14 times what the Macs play at once: 14 Macs, 8 groups, 32 a version."""
+        return max(1, round(self.macs * self.groups * 128 / 112 / 4 / STEPS_PER_VERSION))
+
+    @property
+    def flat_fraction(self) -> float:
+        """Share of groups whose episodes are all right or all wrong."""
+        return 2 * P_RIGHT**self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Rates an hour and mean seconds of a Mac's absences, compressed as its sweeps are."""
+
+    sleeps_per_hour: float = 4.0
+    sleep_seconds: float = 30.0
+    leaves_per_hour: float = 2.0
+    leave_seconds: float = 40.0
+
+
+ABSENT: Final = Absent()
+
+
+def draw_members(options: Options) -> list[dict[str, Any]]:
+    """The Macs: time of a sweep lognormal (sigma 0.35, cut at half and twice the middle), lines lognormal (sigma 0.5)."""
+    members: list[dict[str, Any]] = []
+    for index in range(options.macs):
+        chance = random.Random(f"{options.seed} {index}")
+        factor = min(2.0, max(0.5, chance.lognormvariate(0.0, 0.35)))
+        line = chance.lognormvariate(0.0, 0.5)
+        play = Play(options.sweep_seconds * factor, jitter=0.1, p_right=P_RIGHT)
+        absent = asdict(ABSENT) if index >= NUM_VICTIMS else {}
+        rates = {"down_rate": 200e3 * line, "up_rate": 40e3 * line, "round_trip_seconds": 0.05}
+        members.append({"host": f"mac-{index + 1:04d}", "play": asdict(play), **(rates if index >= NUM_VICTIMS else {}), **absent})
+    return members
+
+
+def mac_of(member: dict[str, Any]) -> Mac:
+    """As the simulation wants it."""
+    return Mac(
+        member["play"]["sweep_seconds"], member.get("down_rate", 0.0), member.get("up_rate", 0.0), member.get("round_trip_seconds", 0.0)
+    )
+
+
+class Run:
+    """One fleet on one plant."""
+
+    def __init__(self, plant: Plant, options: Options, observer: Observer) -> None:
+        self._plant, self._options, self._observer = plant, options, observer
+        self.members = draw_members(options)
+        self.hosts = [member["host"] for member in self.members]
+        self._processes: dict[str, Child] = {}
+        self.facts = Facts(step_overhead_seconds=0.15, hold_seconds=0.3, turn_seconds=0.2)
+        self.detection: list[float] = []
+        self.step_seconds = 1.0
+
+    async def start(self) -> None:
+        """Trainer, swarm, victims; returns after the first steps."""
+        plant = self._plant
+        self._processes = {"trainer": plant.start_trainer("trainer"), "temporal": plant.services.temporal, "s3": plant.services.weed}
+        self.set_pace(BALANCED)
+        swarm = plant.folder / "swarm.json"
+        swarm.write_text(json.dumps(self.members[NUM_VICTIMS:]), "utf-8")
+        config = plant.folder / "swarm-config.json"
+        config.write_text(plant.aimed(None).model_dump_json(), "utf-8")
+        arguments = (str(swarm), str(config), "--state", str(plant.folder / "state"))
+        self._processes["macs"] = plant.start("swarm", "benchmarks.fleet_swarm", *arguments)
+        for member in self.members[:NUM_VICTIMS]:
+            self._processes[member["host"]] = plant.start_mac(member["host"], Play(**member["play"]))
+        deadline = time.monotonic() + START_SECONDS
+        while (await self._step()) < 2:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no step within {START_SECONDS:.0f} s; logs are in {plant.folder}")
+            await asyncio.sleep(0.5)
+
+    async def _step(self) -> int:
+        try:
+            return (await asyncio.to_thread(self._plant.control.status, RUN)).step
+        except StoaError:
+            return 0
+
+    def set_pace(self, share: float) -> None:
+        """Let the trainer take this share of what the fleet can bring: present Macs, no waiting, flat groups left out."""
+        options, facts = self._options, self.facts
+        absent = ABSENT.sleeps_per_hour * ABSENT.sleep_seconds + ABSENT.leaves_per_hour * ABSENT.leave_seconds
+        rate = 0.0
+        for index, member in enumerate(self.members):
+            present = 1.0 if index < NUM_VICTIMS else 3600.0 / (3600.0 + absent)
+            rate += (
+                present
+                * options.groups
+                / (member["play"]["sweep_seconds"] + facts.turn_seconds + 3 * member.get("round_trip_seconds", 0.0))
+            )
+        cycle = options.groups_per_step / (rate * (1 - options.flat_fraction) * share)
+        self.step_seconds = max(0.05, cycle - facts.step_overhead_seconds - facts.hold_seconds / STEPS_PER_VERSION)
+        self._plant.set_pace(self.step_seconds)
+
+    async def snapshot(self) -> Snapshot:
+        """Now. Of large fleets only some sessions are asked."""
+        pids = {name: [child.identity.pid] for name, child in self._processes.items() if name not in self.hosts}
+        pids["control"] = [one.pid for one in _children(self._processes["trainer"].identity.pid)]
+        return await self._observer.snapshot(time.time(), self.hosts, pids)
+
+    async def kill_victims(self, seconds: float) -> None:
+        """For so long, kill a Mac in the middle of a sweep now and then, and start it again."""
+        until, turn = time.monotonic() + seconds, 0
+        while time.monotonic() + KILL_EVERY_SECONDS < until:
+            host = self.hosts[turn % NUM_VICTIMS]
+            turn += 1
+            began = time.monotonic()
+            while not await self._observer.is_sweeping(host) and time.monotonic() < began + 20:
+                await asyncio.sleep(0.2)
+            killed_at = time.time()
+            os.kill(self._processes[host].identity.pid, signal.SIGKILL)
+            lost_at = None
+            while lost_at is None and time.time() < killed_at + 3 * self._options.heartbeat_seconds:
+                await asyncio.sleep(0.5)
+                lost_at = await self._observer.lost_at(host, killed_at)
+            if lost_at is not None:
+                self.detection.append(lost_at - killed_at)
+            self._processes[host] = await asyncio.to_thread(self._plant.again, self._processes[host])
+            await asyncio.sleep(max(0.0, began + KILL_EVERY_SECONDS - time.monotonic()))
+        await asyncio.sleep(max(0.0, until - time.monotonic()))
+
+
+def _children(pid: int) -> Sequence[Any]:
+    import psutil
+
+    return psutil.Process(pid).children()
+
+
+def record_of(plant: Plant) -> RunRecord:
+    """The run's record up to now."""
+    return Collector(plant.launched.document, plant.store, None).collect()
+
+
+def window_steps(record: RunRecord, start: float, end: float) -> list[StepRow]:
+    """Steps that took their groups in a window."""
+    return [row for row in record.steps if start <= row.started_at < end]
+
+
+def diaries(plant: Plant, start: float, end: float) -> list[dict[str, Any]]:
+    """What the swarm's Macs wrote about the sweeps that ended in a window."""
+    lines: list[dict[str, Any]] = []
+    for path in plant.folder.glob(f"state/*/runs/{RUN}/sweeps.jsonl"):
+        lines += [json.loads(line) for line in path.read_text("ascii").splitlines()]
+    return [line for line in lines if start <= line["ended_at"] < end]
+
+
+def facts_of(plant: Plant, record: RunRecord, start: float, end: float) -> Facts:
+    """What the simulation must be told of these machines: pauses of trainer and control plane, measured in a window."""
+    plain: list[float] = []
+    publishing: list[float] = []
+    steps = window_steps(record, start, end)
+    for before, row in pairwise(steps):
+        gap = row.started_at - row.wait_seconds - before.started_at - before.train_seconds
+        (plain if row.version == before.version else publishing).append(gap)
+    idle = sorted(line["idle_seconds"] for line in diaries(plant, start, end))
+    overhead = statistics.median(plain) if plain else 0.15
+    hold = statistics.fmean(publishing) - overhead if publishing else 0.3
+    return Facts(overhead, max(0.0, hold), idle[len(idle) // 10] if idle else 0.2)
+
+
+def shares(before: Snapshot, after: Snapshot) -> dict[str, Any]:
+    """How the Macs' time went between two snapshots, by what their sessions counted."""
+    idle = busy = 0.0
+    waits: Counter[str] = Counter()
+    sweeps = groups = 0
+    for host, new in after.sessions.items():
+        old = before.sessions.get(host)
+        if old is None:
+            continue
+        idle += new.idle_seconds - old.idle_seconds
+        busy += sum(getattr(new, name) - getattr(old, name) for name in ("decode_seconds", "pull_seconds", "apply_seconds"))
+        sweeps += new.num_sweeps - old.num_sweeps
+        groups += new.num_groups - old.num_groups
+        waits.update({name: seconds - old.waits.get(name, 0.0) for name, seconds in new.waits.items()})
+    total = max(1e-9, idle + busy)
+    return {
+        "sweeps": sweeps,
+        "groups": groups,
+        "mac_idle_share": round(idle / total, 4),
+        "waits": {name: round(seconds / total, 4) for name, seconds in sorted(waits.items())},
+    }
+
+
+def trained(steps: Sequence[StepRow], seconds: float) -> dict[str, Any]:
+    """What the trainer did with a window."""
+    waits, busy = sum(row.wait_seconds for row in steps), sum(row.train_seconds for row in steps)
+    ages: Counter[int] = Counter()
+    dropped: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    for row in steps:
+        ages.update(row.version - keys.parse_group(key).version for key in row.consumed)
+        dropped.update(row.dropped.values())
+        refused.update(reason for _, _, reason in row.refused)
+    num = ages.total()
+    came = num + dropped.total() + refused.total()
+    return {
+        "steps": len(steps),
+        "steps_per_hour": round(len(steps) * 3600 / seconds, 1),
+        "groups_trained_per_hour": round(num * 3600 / seconds, 1),
+        "trainer_idle_share": round(waits / max(1e-9, waits + busy), 4),
+        "staleness": {str(lag): round(count / max(1, num), 4) for lag, count in sorted(ages.items())},
+        "staleness_mean": round(sum(lag * count for lag, count in ages.items()) / max(1, num), 3),
+        "discarded_fraction": round((dropped["stale"] + refused.total()) / max(1, came), 4),
+        "dropped": dict(dropped),
+        "refused": dict(refused),
+    }
+
+
+def control_cost(before: Snapshot, after: Snapshot, sweeps: int, hosts: Sequence[str]) -> dict[str, Any]:
+    """Events, bytes and processor time."""
+    seconds = after.at - before.at
+    own = [names.session_workflow_id(RUN, host) for host in hosts]
+    sessions, run = growth(before, after, own), growth(before, after, [names.run_workflow_id(RUN)])
+    counted = [host for host, one in zip(hosts, own, strict=True) if one in sessions.hosts]
+    of_counted = sum(after.sessions[host].num_sweeps - before.sessions[host].num_sweeps for host in counted if host in before.sessions)
+    cpu = {name: round((after.cpu[name] - before.cpu.get(name, 0.0)) / max(1, sweeps), 5) for name in after.cpu}
+    return {
+        "events_per_sweep": round(sessions.events / max(1, of_counted), 2),
+        "history_bytes_per_sweep": round(sessions.size / max(1, of_counted), 1),
+        "history_per_hour": _history_per_hour(sessions, run, seconds),
+        "cpu_seconds_per_sweep": round(cpu["temporal"] + cpu["control"], 5),
+        "cpu_seconds_per_sweep_by_process": cpu,
+        "sessions_continued_as_new": sessions.num_continued,
+    }
+
+
+def _history_per_hour(sessions: Growth, run: Growth, seconds: float) -> dict[str, float]:
+    hourly = 3600.0 / seconds
+    per_session = sessions.events / max(1, sessions.num_workflows)
+    return {
+        "run_events": round(run.events * hourly, 1),
+        "run_bytes": round(run.size * hourly),
+        "session_events": round(per_session * hourly, 1),
+        "session_bytes": round(sessions.size / max(1, sessions.num_workflows) * hourly),
+    }
+
+
+def extrapolated(num: int, cost: dict[str, Any]) -> dict[str, Any]:
+    """A fleet of `num` Macs with sweeps of 180 s, by multiplying what was measured: no such fleet was run."""
+    sweeps = num * 20
+    return {
+        "extrapolated": True,
+        "macs": num,
+        "sweeps_per_hour": sweeps,
+        "session_events_per_hour": round(sweeps * cost["events_per_sweep"]),
+        "session_history_mb_per_hour": round(sweeps * cost["history_bytes_per_sweep"] / 1e6, 1),
+        "control_cores": round(sweeps * cost["cpu_seconds_per_sweep"] / 3600, 2),
+        "run_state_bytes": run_state_bytes(min(num, 2000)),
+    }
+
+
+async def measure(options: Options, plant: Plant) -> dict[str, Any]:
+    """Warm up, measure both windows, stop, and compare with the simulation."""
+    observer = await Observer.at(plant.services.temporal_address)
+    run = Run(plant, options, observer)
+    await run.start()
+    warm_from = time.time()
+    await asyncio.sleep(options.warm_minutes * 30)
+    run.facts = facts_of(plant, record_of(plant), warm_from, time.time())
+    run.set_pace(BALANCED)
+    await asyncio.sleep(options.warm_minutes * 30)
+    balanced_pace, before = run.step_seconds, await run.snapshot()
+    await run.kill_victims(options.minutes * 60)
+    after = await run.snapshot()
+    run.set_pace(HUNGRY)
+    hungry_pace = run.step_seconds
+    await asyncio.sleep(options.hungry_minutes * 30)
+    hungry_from = time.time()
+    await asyncio.sleep(options.hungry_minutes * 60)
+    hungry_to = time.time()
+    largest, where = await observer.largest_message(run.hosts[:20])
+    record = record_of(plant)
+    seconds = after.at - before.at
+    macs = shares(before, after)
+    steady = trained(window_steps(record, before.at, after.at), seconds)
+    hungry = trained(window_steps(record, hungry_from, hungry_to), max(1.0, hungry_to - hungry_from))
+    cost = control_cost(before, after, macs["sweeps"], run.hosts)
+    rules = plant.config
+    predicted = [
+        forecast(run.members, mac_of, ABSENT, rules, replace(run.facts, step_seconds=pace), options.flat_fraction, run.hosts[:NUM_VICTIMS])
+        for pace in (balanced_pace, hungry_pace)
+    ]
+    grant_wait = sum(share for name, share in macs["waits"].items() if name in ("room", "turn"))
+    return {
+        "macs": options.macs,
+        "events_per_sweep": cost["events_per_sweep"],
+        "history_per_hour": cost["history_per_hour"],
+        "cpu_seconds_per_sweep": cost["cpu_seconds_per_sweep"],
+        "cpu_seconds_per_sweep_by_process": cost["cpu_seconds_per_sweep_by_process"],
+        "detection_seconds_max": round(max(run.detection, default=-1.0), 2),
+        "detection_seconds": [round(one, 2) for one in run.detection],
+        "heartbeat_timeout_seconds": options.heartbeat_seconds,
+        "discarded_fraction": steady["discarded_fraction"],
+        "trainer_idle_share": hungry["trainer_idle_share"],
+        "trainer_idle_share_balanced": steady["trainer_idle_share"],
+        "macs_to_saturate": predicted[0]["macs_to_saturate"],
+        "grant_wait_share": round(grant_wait, 4),
+        "mac_idle_share": macs["mac_idle_share"],
+        "mac_waits": macs["waits"],
+        "largest_message_bytes": largest,
+        "largest_message": where,
+        "run_state_bytes_1000_macs": run_state_bytes(1000),
+        "run_state_bytes_1000_macs_longest_names": run_state_bytes(1000, host_characters=48, place_characters=40),
+        "sweeps_per_hour": round(macs["sweeps"] * 3600 / seconds),
+        "balanced": {"step_seconds": round(balanced_pace, 3), "measured": steady, "predicted": predicted[0]},
+        "hungry": {"step_seconds": round(hungry_pace, 3), "measured": hungry, "predicted": predicted[1]},
+        "prediction_error": _errors(steady, macs, hungry, predicted),
+        "facts_given_to_the_simulation": asdict(run.facts),
+        "extrapolated_1000": extrapolated(1000, cost),
+        "extrapolated_10000": extrapolated(10_000, cost),
+        "conditions": {**asdict(options), "absences": asdict(ABSENT), "groups_per_step": options.groups_per_step, "load": os.getloadavg()},
+    }
+
+
+def _errors(steady: dict[str, Any], macs: dict[str, Any], hungry: dict[str, Any], predicted: list[dict[str, Any]]) -> dict[str, float]:
+    """Predicted minus measured; of rates, as a share of the measured."""
+    return {
+        "trainer_idle_share_balanced": round(predicted[0]["trainer_idle_share"] - steady["trainer_idle_share"], 4),
+        "trainer_idle_share_hungry": round(predicted[1]["trainer_idle_share"] - hungry["trainer_idle_share"], 4),
+        "mac_idle_share": round(predicted[0]["mac_idle_share"] - macs["mac_idle_share"], 4),
+        "staleness_mean": round(predicted[0]["staleness_mean"] - steady["staleness_mean"], 3),
+        "discarded_fraction": round(predicted[0]["discarded_fraction"] - steady["discarded_fraction"], 4),
+        "groups_trained_per_hour": round(predicted[0]["groups_trained_per_hour"] / max(1.0, steady["groups_trained_per_hour"]) - 1, 4),
+    }
+
+
+def main() -> None:
+    """Print the numbers: JSON to standard output, or a few lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--macs", type=int, default=14)
+    parser.add_argument("--warm-minutes", type=float, default=2.0)
+    parser.add_argument("--minutes", type=float, default=5.0, help="of the balanced window")
+    parser.add_argument("--hungry-minutes", type=float, default=2.0, help="of the window with a slower trainer, after half as much")
+    parser.add_argument("--sweep-seconds", type=float, default=10.0, help="the middle of the Macs' sweeps")
+    parser.add_argument("--groups", type=int, default=4, help="groups of a sweep")
+    parser.add_argument("--heartbeat-seconds", type=float, default=6.0)
+    parser.add_argument("--head-poll-seconds", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder for logs, servers and bucket; it must not be there yet")
+    asked = parser.parse_args()
+    telemetry.configure(worker="fleet")
+    options = Options(
+        asked.macs,
+        asked.warm_minutes,
+        asked.minutes,
+        asked.hungry_minutes,
+        asked.sweep_seconds,
+        asked.groups,
+        asked.heartbeat_seconds,
+        asked.seed,
+    )
+    tables: dict[str, dict[str, Any]] = {
+        "rollout": {"groups": options.groups, "group_size": options.group_size},
+        "learning": {"groups_per_step": options.groups_per_step, "steps_per_version": STEPS_PER_VERSION, "starved_seconds": 120.0},
+        "publish": {"checkpoint_every_versions": CHECKPOINT_EVERY, "anchor_every_versions": 20},
+        "timeouts": {"heartbeat_seconds": options.heartbeat_seconds, "head_poll_seconds": asked.head_poll_seconds, "sweep_seconds": 300.0},
+    }
+    with scratch(asked.keep) as folder, Plant(folder, **tables) as plant:
+        found = asyncio.run(measure(options, plant))
+    if asked.json:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        print(f"{name:40} {value}", file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

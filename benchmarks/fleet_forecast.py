@@ -1,0 +1,112 @@
+"""The simulation's word on a fleet that is being measured: the same Macs, rules and pauses, none of the servers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, Final
+
+from cli.plan.fleet import simulate
+from cli.plan.fleet_model import Absences, Fleet, Mac, Outcome, Rules, Sizes, Trainer
+from stoa.config.run import RunConfig
+
+SEEDS: Final = (0, 1, 2, 3)
+HOURS: Final = 2.0
+BUSY_SHARE: Final = 0.05
+DELTA_BYTES, FULL_BYTES, GROUP_BYTES = 1000.0, 92_000.0, 1500.0
+"""Of the small weights and groups that pretended Macs send."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is measured of the machines and given to the simulation: pauses, in seconds."""
+
+    step_overhead_seconds: float
+    hold_seconds: float
+    turn_seconds: float
+    step_seconds: float = 1.0
+
+
+def forecast(
+    members: Sequence[dict[str, Any]],
+    mac_of: Callable[[dict[str, Any]], Mac],
+    absent: Any,
+    config: RunConfig,
+    facts: Facts,
+    flat_fraction: float,
+    always_there: Sequence[str],
+) -> dict[str, Any]:
+    """What a run of this fleet should measure, the mean of a few seeds. `always_there`: hosts without absences."""
+    fleet = _fleet(members, mac_of, absent, config, facts, flat_fraction, always_there)
+    outcomes = simulate(fleet, HOURS * 3600.0, SEEDS)
+    ages = [age for one in outcomes for age in one.staleness]
+    total = sum(sum(one.staleness.values()) for one in outcomes)
+    return {
+        "trainer_idle_share": round(_mean(outcomes, lambda one: one.trainer_idle_share), 4),
+        "mac_idle_share": round(_mean(outcomes, lambda one: one.mac_wait_share), 4),
+        "mac_away_share": round(_mean(outcomes, lambda one: one.mac_away_share), 4),
+        "staleness_mean": round(_mean(outcomes, lambda one: one.staleness_mean), 3),
+        "staleness": {
+            str(age): round(sum(one.staleness.get(age, 0) for one in outcomes) / max(1, total), 4)
+            for age in range(max(ages, default=0) + 1)
+        },
+        "discarded_fraction": round(_mean(outcomes, lambda one: one.discarded_fraction), 4),
+        "steps_per_hour": round(_mean(outcomes, lambda one: one.per_hour(one.steps)), 1),
+        "groups_trained_per_hour": round(_mean(outcomes, lambda one: one.per_hour(one.groups_trained)), 1),
+        "macs_to_saturate": _saturating(fleet, len(members)),
+    }
+
+
+def _fleet(
+    members: Sequence[dict[str, Any]],
+    mac_of: Callable[[dict[str, Any]], Mac],
+    absent: Any,
+    config: RunConfig,
+    facts: Facts,
+    flat_fraction: float,
+    always_there: Sequence[str],
+) -> Fleet:
+    learning = config.learning
+    share = 1.0 - len(always_there) / max(1, len(members))
+    return Fleet(
+        Rules(
+            config.rollout.groups,
+            learning.groups_per_step,
+            learning.steps_per_version,
+            learning.max_staleness,
+            learning.max_staleness_hard,
+            flat_fraction,
+            config.timeouts.heartbeat_seconds,
+            config.timeouts.head_poll_seconds,
+        ),
+        Trainer(facts.step_seconds, 0.0, facts.step_overhead_seconds, facts.hold_seconds, 0.0, learning.intake_poll_seconds / 2),
+        tuple(mac_of(member) for member in members),
+        Sizes(FULL_BYTES, DELTA_BYTES, GROUP_BYTES),
+        Absences(absent.sleeps_per_hour * share, absent.sleep_seconds, 0.0, 1.0, absent.leaves_per_hour * share, absent.leave_seconds),
+        sweep_jitter=0.1,
+        turn_seconds=facts.turn_seconds,
+        apply_seconds=0.0,
+    )
+
+
+def _saturating(fleet: Fleet, num: int) -> int:
+    """Fewest of these Macs, then of Macs like them, that keep the trainer busy; 0 if three times as many do not."""
+    macs = fleet.macs * 3
+    low, high = 0, len(macs)
+    if _idle(replace(fleet, macs=macs)) > BUSY_SHARE:
+        return 0
+    while high - low > max(1, num // 100):
+        middle = (low + high) // 2
+        low, high = (low, middle) if _idle(replace(fleet, macs=macs[:middle])) <= BUSY_SHARE else (middle, high)
+    return high
+
+
+def _idle(fleet: Fleet) -> float:
+    return _mean(simulate(fleet, HOURS * 1800.0, SEEDS[:2]), lambda one: one.trainer_idle_share)
+
+
+def _of_age(outcomes: Sequence[Outcome], age: int) -> int:
+    return sum(one.staleness.get(age, 0) for one in outcomes)
+
+
+def _mean(outcomes: Sequence[Outcome], number: Callable[[Outcome], float]) -> float:
+    return fmean(number(one) for one in outcomes)
