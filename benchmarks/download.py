@@ -42,6 +42,8 @@ class Trial:
     redownloaded_fraction: float
     num_resets: int
     num_stalls: int
+    link_cpu_fraction: float
+    """Of one core: what the link itself took of this machine."""
     error: str = ""
 
 
@@ -109,6 +111,7 @@ def trial(store: Store, faults: Faults, data: bytes, how: Callable[[Store, Wante
         round(seen.bytes_down / len(data) - 1, 4),
         seen.num_resets,
         seen.num_stalls,
+        round(seen.cpu_seconds / seconds, 3),
         error,
     )
 
@@ -129,6 +132,7 @@ def measure(mib: int) -> dict[str, object]:
         "boto3_line_rate_fraction_with_stalls": boto_stalls.line_rate_fraction,
         "boto3_redownloaded_fraction": max(boto.redownloaded_fraction, boto_stalls.redownloaded_fraction),
         "link_attainable_fraction": attainable.line_rate_fraction,
+        "link_cpu_fraction": max(resets.link_cpu_fraction, stalls.link_cpu_fraction),
         "num_bytes": len(data),
         "stall_seconds": STALL_SECONDS,
         "link": asdict(STALLS),

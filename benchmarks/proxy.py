@@ -67,6 +67,8 @@ class Counts:
     num_connections: int = 0
     num_resets: int = 0
     num_stalls: int = 0
+    cpu_seconds: float = 0.0
+    """Of the link's process, where it has one of its own."""
 
 
 Answer = Callable[[Seen], "bytes | None"]
@@ -252,6 +254,7 @@ def in_process(server: str, faults: Faults) -> Iterator[tuple[Callable[[], Count
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve_alone, args=(theirs, server, faults), daemon=True)
     process.start()
+    theirs.close()  # so that a process that dies is the end of the pipe
     try:
         endpoint = ours.recv()
 
@@ -274,4 +277,4 @@ def _serve_alone(pipe: Any, server: str, faults: Faults) -> None:
         pipe.send(endpoint)
         with suppress(EOFError):
             while pipe.recv() == "counts":
-                pipe.send(replace(proxy.counts))
+                pipe.send(replace(proxy.counts, cpu_seconds=time.process_time()))
