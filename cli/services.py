@@ -3,6 +3,8 @@
 Picks ports, starts, waits until real calls work. Which command wants them, and how long, is the command's business.
 """
 
+import json
+import os
 import random
 import shutil
 import socket
@@ -15,8 +17,9 @@ from typing import Final
 
 from cli.processes import Child, Household
 from cli.temporal import check_namespace
+from stoa.bucket.keys import MAC_READS
 from stoa.bucket.store import Store
-from stoa.config.load import Credentials, child_environment
+from stoa.config.load import Credentials, child_environment, mac_credentials
 from stoa.config.run import Bucket
 from stoa.contracts.errors import MissingExtraError, PortTakenError, ServiceError, ServiceUnavailableError
 
@@ -66,8 +69,27 @@ def free_ports(count: int, *, also_offset: int = 0) -> tuple[int, ...]:
     raise PortTakenError(f"no {count} free ports on {_HOST}", hint="end what holds them and try again")
 
 
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Who may use the local bucket: its owner for everything, invited Macs to read what they need."""
+
+    owner: Credentials
+    macs: Credentials
+
+    def document(self) -> str:
+        """As the S3 server reads it."""
+        who = (("owner", self.owner, ["Admin"]), ("macs", self.macs, [f"Read:*/{pattern}" for pattern in MAC_READS]))
+        identities = [
+            {"name": name, "credentials": [{"accessKey": one.key, "secretKey": one.secret}], "actions": actions}
+            for name, one, actions in who
+        ]
+        return json.dumps({"identities": identities})
+
+
 def start_services(house: Household, folder: Path, logs: Path, credentials: Credentials, ports: Ports) -> Services:
     """Start both servers with their data under `folder` and wait until both answer.
+
+    The bucket also knows a key for invited Macs, which may only read: `mac_credentials` says which.
 
     Raises PortTakenError for a port somebody else has, MissingExtraError if a program is not installed,
     ServiceUnavailableError if one ends or does not answer within `READY_SECONDS`.
@@ -164,12 +186,17 @@ def _start_weed(house: Household, folder: Path, logs: Path, credentials: Credent
     # The server remembers the flags of its last start; ports of then may be taken now.
     (folder / "mini.options").unlink(missing_ok=True)
     master, volume, filer, admin = other
+    keys = folder / "keys.json"
+    keys.unlink(missing_ok=True)
+    with os.fdopen(os.open(keys, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(Keys(credentials, mac_credentials(Bucket())).document())
     command = [
         program("weed"), "mini", f"-dir={folder}", f"-ip={_HOST}", f"-ip.bind={_HOST}", f"-s3.port={port}",
         f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-admin.port={admin}",
         "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
+        f"-s3.config={keys}",
     ]  # fmt: skip
-    env = child_environment({"AWS_ACCESS_KEY_ID": credentials.key, "AWS_SECRET_ACCESS_KEY": credentials.secret, "GOMAXPROCS": "2"})
+    env = child_environment({"GOMAXPROCS": "2"}, without=("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
     return house.start("weed", command, env=env, log=logs / "bucket.log")
 
 

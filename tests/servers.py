@@ -22,6 +22,7 @@ from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest
 from temporalio.client import Client
 from temporalio.service import RPCError
 
+from cli.services import Keys
 from stoa.bucket.store import Store
 from stoa.config.load import Credentials
 from stoa.config.run import Bucket
@@ -29,6 +30,7 @@ from stoa.contracts import names
 from stoa.contracts.errors import StoaError
 
 CREDENTIALS = Credentials("stoa", "stoa-on-loopback")
+MAC_CREDENTIALS = Credentials("stoa-mac", "stoa-mac-on-loopback")
 _READY_SECONDS = 40.0
 
 
@@ -80,8 +82,9 @@ def bucket_server(folder: Path, *, ports: list[int] | None = None) -> Iterator[B
     command += [f"-admin.port={admin}", "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
     command += ["-master.telemetry=false", "-s3.autoCreateBucket=false"]
     command += ["-volume.max=2000"]  # every bucket of every test takes several volumes
-    secrets = {"AWS_ACCESS_KEY_ID": CREDENTIALS.key, "AWS_SECRET_ACCESS_KEY": CREDENTIALS.secret}
-    with _process(command, folder / "weed.log", secrets) as process:
+    (folder / "keys.json").write_text(Keys(CREDENTIALS, MAC_CREDENTIALS).document())
+    command += [f"-s3.config={folder / 'keys.json'}"]
+    with _process(command, folder / "weed.log", {}) as process:
         server = BucketServer(f"http://127.0.0.1:{s3}", process.pid)
         probe = server.store("readiness")
         deadline = time.monotonic() + _READY_SECONDS

@@ -16,6 +16,7 @@
     runs/<run>/evals/v<version:08d>/<evaluation>/summary.json
     runs/<run>/retention/<unix seconds:010d>.json
     runs/<run>/revoked/<host | invite>.json
+    runs/<run>/probe/<word>
 
 `sha16` is the first 16 hex digits of the sha256 of the object's bytes.
 """
@@ -36,6 +37,9 @@ _MANIFEST = re.compile(r"runs/([a-z0-9-]+)/manifests/(\d{8})\.e(\d+)-[0-9a-f]{16
 _DELTA = re.compile(r"runs/([a-z0-9-]+)/deltas/(\d{8})-(\d{8})-[0-9a-f]{16}\.safetensors")
 _ANCHOR = re.compile(r"runs/([a-z0-9-]+)/anchors/(\d{8})/(?:index-[0-9a-f]{16}\.json|\d{4}-[0-9a-f]{16}\.safetensors)")
 _GRANT = re.compile(r"runs/([a-z0-9-]+)/grants/([a-z0-9-]+)/(\d{8})\.json")
+
+MAC_READS = tuple(f"runs/*/{what}" for what in ("run.json", "HEAD.json", "model/*", "manifests/*", "deltas/*", "anchors/*"))
+"""What an invited Mac reads, as patterns of keys: all that its key for the bucket needs to allow."""
 
 _Parts = TypeVar("_Parts")
 
@@ -222,6 +226,11 @@ def retention_prefix(run: str) -> str:
 def retention_notice(run: str, at: int) -> str:
     """Notice, written at this Unix second, of what will be deleted, create-only."""
     return f"{retention_prefix(run)}{at:010d}.json"
+
+
+def key_probe(run: str, word: str) -> str:
+    """An object that is tried to be written with a key that must not write."""
+    return f"{root(run)}probe/{word}"
 
 
 def revoked_prefix(run: str) -> str:

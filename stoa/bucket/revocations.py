@@ -99,7 +99,11 @@ class Revoked:
                 except ServiceError as error:
                     _log.warning("revocations_unknown", error=error.message)
                     self._fresh_until = self._clock() + self._look_seconds
-            for what in (host, invite, host_of(invite)):
-                if what in self._reasons:
-                    return f"{what} was revoked" + (f": {self._reasons[what]}" if self._reasons[what] else "")
+        return self.known(host, invite)
+
+    def known(self, host: str, invite: str) -> str | None:
+        """As `reason`, by what was seen at the last look: for who must not wait for the bucket."""
+        for what in (host, invite, host_of(invite)):
+            if what in self._reasons:
+                return f"{what} was revoked" + (f": {self._reasons[what]}" if self._reasons[what] else "")
         return None
