@@ -220,7 +220,8 @@ def measure(minutes: float, seed: int, keep: Path | None) -> dict[str, object]:
     asked = max(8, round(seconds / SECONDS_A_STEP))
     faults = draw_faults(seed, max(len(KINDS) if minutes >= 5 else 1, round(seconds / SECONDS_A_FAULT)), seconds)
     started = time.monotonic()
-    with scratch(keep) as folder, Plant(folder, faults=True, stop={"max_steps": asked}, evaluation={"every_versions": 12}) as plant:
+    tables = {"stop": {"max_steps": asked}, "evaluation": {"every_versions": 12}}
+    with scratch(keep) as folder, Plant(folder, tables, faults=True) as plant:
         chaos = Chaos(plant, faults, seconds, asked)
         with Watch(plant) as watch:
             chaos.run(watch)

@@ -426,7 +426,7 @@ def main() -> None:
         "publish": {"checkpoint_every_versions": CHECKPOINT_EVERY, "anchor_every_versions": 20},
         "timeouts": {"heartbeat_seconds": options.heartbeat_seconds, "head_poll_seconds": asked.head_poll_seconds, "sweep_seconds": 300.0},
     }
-    with scratch(asked.keep) as folder, Plant(folder, **tables) as plant:
+    with scratch(asked.keep) as folder, Plant(folder, tables) as plant:
         found = asyncio.run(measure(options, plant))
     if asked.json:
         print(json.dumps(found))

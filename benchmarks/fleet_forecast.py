@@ -104,9 +104,5 @@ def _idle(fleet: Fleet) -> float:
     return _mean(simulate(fleet, HOURS * 1800.0, SEEDS[:2]), lambda one: one.trainer_idle_share)
 
 
-def _of_age(outcomes: Sequence[Outcome], age: int) -> int:
-    return sum(one.staleness.get(age, 0) for one in outcomes)
-
-
 def _mean(outcomes: Sequence[Outcome], number: Callable[[Outcome], float]) -> float:
     return fmean(number(one) for one in outcomes)

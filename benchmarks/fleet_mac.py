@@ -1,15 +1,17 @@
 """A Mac without a model, for fleets: it plays sweeps by waiting, and ships honest groups that it made up.
 
 Only decoding is pretended. Weights are pulled, verified and updated, groups are encoded, spooled and sent, sweeps are
-resumed by the Mac's own code, on numpy in place of MLX. `python -m benchmarks.fleet_mac PLAY CONFIG --state DIR --host NAME`
+resumed by the Mac's own code, on numpy in place of MLX. A line about every sweep is written to `sweeps.jsonl` in the run's
+folder. `python -m benchmarks.fleet_mac PLAY CONFIG --state DIR --host NAME`
 is `worker_mac.worker` with this engine; PLAY is a JSON file of `Play`.
 """
 
 import json
 import random
+import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ import numpy as np
 from benchmarks.fleet_play import Play
 from environments.base import Environment
 from environments.search.prompts import ANSWER_MARK
+from stoa.bucket.head import Head
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
 from stoa.chat.render import ChatRenderer
@@ -27,11 +30,12 @@ from stoa.contracts.ports import Progress
 from stoa.rollouts.records import Episode, Turn
 from stoa.weights.layout import Layout
 from stoa.weights.state import WeightState
+from stoa.weights.sync import Puller
 from worker_mac.engine import MacEngine
 from worker_mac.model import Model
 from worker_mac.sweep import Casting, OnGroup, Played
 from worker_mac.uploader import Gate, Target, Uploader
-from worker_mac.versions import Versions
+from worker_mac.versions import Pulled, Served, Versions
 from worker_mac.weights import LiveWeights
 from worker_mac.worker import main
 
@@ -86,9 +90,25 @@ class _NoModel:
 
 
 class PlainVersions(Versions):
-    """The Mac's versions, without MLX."""
+    """The Mac's versions, without MLX. With `full_sync` each new one is pulled whole when it is needed, and nothing is kept."""
 
-    full_sync = False
+    def __init__(self, store: Store, document: RunDocument, model_config: Mapping[str, object], folder: Path, *, full_sync: bool) -> None:
+        super().__init__(store, document, model_config, folder)
+        self._again = partial(Puller, store, document, folder)
+        self._weights_folder, self._full_sync = folder, full_sync
+
+    def newest(self, head: Head, oldest: int) -> tuple[Served, Pulled]:
+        """See `Versions.newest`."""
+        if self._full_sync and head.version != self.version:
+            self.distrust()
+            shutil.rmtree(self._weights_folder)
+            self._puller = self._again()
+        return super().newest(head, oldest)
+
+    def stage_ahead(self, poll_seconds: float, on_staged: Callable[[int], None] | None = None) -> None:
+        """See `Versions.stage_ahead`."""
+        if not self._full_sync:
+            super().stage_ahead(poll_seconds, on_staged)
 
     def _new_memory(self) -> tuple[LiveWeights, Model]:
         return cast(LiveWeights, _PlainWeights(self._puller.layout)), cast(Model, _NoModel())
@@ -120,7 +140,7 @@ class FakeMac(MacEngine):
         super().__init__(store, document, environment, folder=folder, model_folder=model_folder, **options)
         model_config = json.loads((model_folder / "config.json").read_text("utf-8"))
         self._versions.close()
-        self._versions = PlainVersions(store, document, model_config, folder / "weights")
+        self._versions = PlainVersions(store, document, model_config, folder / "weights", full_sync=play.full_sync)
         self._uploader.close()
         gate = Gate(store, lambda: self._guest.may_transfer)
         self._uploader = Uploader(Noted(gate, folder / "acknowledged"), self._spool)
@@ -128,8 +148,7 @@ class FakeMac(MacEngine):
         self._scribe = Scribe(environment, (model_folder / "tokenizer.json").read_bytes())
         self.pause: Callable[[float], None] = time.sleep
         """How time is passed; a Mac that is put to sleep does not come back from here."""
-        self.diary: Path | None = None
-        """Where a line is written about every sweep."""
+        self._diary = folder / "sweeps.jsonl"
 
     def _play_groups(self, run: Any, groups: Sequence[Sequence[Casting]], on_group: OnGroup, progress: Progress) -> Played:
         play, started = self._play_as, time.monotonic()
@@ -154,8 +173,6 @@ class FakeMac(MacEngine):
         return replace(played, seconds=time.monotonic() - started)
 
     def _write_down(self, run: Any, num_groups: int, seconds: float) -> None:
-        if self.diary is None:
-            return
         pulled = run.pulled
         line = {
             "ended_at": time.time(),
@@ -167,7 +184,7 @@ class FakeMac(MacEngine):
             "pull_seconds": pulled.pull_seconds + pulled.apply_seconds,
             "pull_latency_seconds": pulled.latency_seconds,
         }
-        with self.diary.open("a", encoding="ascii") as file:
+        with self._diary.open("a", encoding="ascii") as file:
             file.write(json.dumps(line) + "\n")
 
 

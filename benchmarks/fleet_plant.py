@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,10 +29,12 @@ from stoa.config.load import bucket_credentials
 from stoa.config.run import Bucket, RunConfig, Temporal
 
 RUN: Final = "rehearsal"
+Tables = Mapping[str, Mapping[str, Any]]
+NO_TABLES: Final[Tables] = {}
 ENVIRONMENT: Final = {"name": "search", "settings": {"num_entities": 60, "num_held_out": 10}}
 
 
-def run_config(model: Path, **tables: dict[str, Any]) -> RunConfig:
+def run_config(model: Path, tables: Tables) -> RunConfig:
     """Settings of a run of this kind: small sweeps and steps; `tables` change them table by table."""
     base: dict[str, dict[str, Any]] = {
         "rollout": {"groups": 4, "group_size": 4},
@@ -55,10 +57,10 @@ def run_config(model: Path, **tables: dict[str, Any]) -> RunConfig:
 class Plant:
     """Use as a context; what it started has ended when the block is left."""
 
-    def __init__(self, folder: Path, *, width: int = 64, layers: int = 1, faults: bool = False, **tables: Any) -> None:
+    def __init__(self, folder: Path, tables: Tables = NO_TABLES, *, width: int = 64, layers: int = 1, faults: bool = False) -> None:
         """`faults`: put a proxy before the bucket that can answer in its place. `tables`: see `run_config`."""
         self.folder = folder
-        self._config = run_config(make_model_folder(folder / "model", width=width, layers=layers), **tables)
+        self._config = run_config(make_model_folder(folder / "model", width=width, layers=layers), tables)
         self._house = Household(folder)
         self._starting = threading.Lock()
         self.lines = Lines()

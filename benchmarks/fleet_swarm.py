@@ -3,7 +3,6 @@
 `python -m benchmarks.fleet_swarm SWARM CONFIG --state DIR`; SWARM is a JSON file of `Member`s. They share one Temporal client
 and one connection pool to the bucket; each has its own folder, its own engine thread and its own line, which is a pause before
 each of its requests. A Mac that sleeps stops in the middle of what it does, heartbeats included; one that leaves says so.
-What every sweep was like is written to `sweeps.jsonl` in the Mac's folder.
 """
 
 import asyncio
@@ -198,7 +197,6 @@ class SwarmMac:
             waits=Waits(grace=GRACE_SECONDS / 2),
         )
         engine.pause = self._pass_time
-        engine.diary = folder / "sweeps.jsonl"
         return engine
 
     def _pass_time(self, seconds: float) -> None:
