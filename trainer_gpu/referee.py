@@ -53,5 +53,6 @@ def rules_of(
         stop_ids=environment.stop_ids,
         known=known,
         granted=granted,
+        fingerprints=frozenset(config.rollout.fingerprints),
         routing=routing,
     )

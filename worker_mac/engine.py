@@ -100,13 +100,17 @@ class MacEngine:
         model_folder: Path,
         waits: Waits = Waits(),
         guest: Guest | None = None,
+        fingerprint: str = "",
     ) -> None:
-        """`folder` keeps this run's weights and spool; `model_folder` holds the run's config.json; `guest`: when to play."""
+        """`folder` keeps this run's weights and spool; `model_folder` holds the run's config.json; `guest`: when to play.
+
+        fingerprint: numeric one of this machine, which its groups carry.
+        """
         self._store, self._config, self._environment = store, document.config, environment
         self._run, self._host, self._folder, self._waits = document.run, host, folder, waits
         model_config = json.loads((model_folder / "config.json").read_text("utf-8"))
-        self._versions = Versions(store, document, model_config, folder / "weights")
         self._guest = guest or Guest()
+        self._versions = Versions(store, document, model_config, folder / "weights", cache_bytes=self._guest.allowed.cache_bytes)
         self._spool = Spool(folder / "spool")
         self._uploader = Uploader(Gate(store, lambda: self._guest.may_transfer), self._spool)
         self._recovered = False
@@ -116,6 +120,7 @@ class MacEngine:
         mx.set_cache_limit(MLX_CACHE_BYTES)
         device = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
         self._engine, self._build = f"mlx {metadata.version('mlx')} {device} {platform.machine()}", project_version()
+        self._fingerprint = fingerprint
 
     @property
     def idle_seconds(self) -> float:
@@ -369,7 +374,7 @@ class MacEngine:
             temperature=1.0,
             seed=seed,
             episodes=tuple(episodes),
-            fingerprint=Fingerprint(f"{self._engine} {run.served.model.ops}", self._build),
+            fingerprint=Fingerprint(f"{self._engine} {run.served.model.ops} {self._fingerprint}".strip(), self._build),
             timings=timings,
         )
 

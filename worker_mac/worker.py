@@ -306,6 +306,8 @@ class _Worker:
 
     def _make_engine(self, document: RunDocument) -> "MacEngine":
         from worker_mac.engine import MacEngine, Waits  # noqa: PLC0415 - MLX is loaded once it is known to be there
+        from worker_mac.selftest import require  # noqa: PLC0415
+        from worker_mac.selftest import run as run_selftest  # noqa: PLC0415
 
         folder = self._identity.run_folder(self._run)
         pin_key(folder, document.public_key)
@@ -314,10 +316,14 @@ class _Worker:
         fetch_model_files(self._store, document.model_files, model_folder)
         tokenizer = (model_folder / "tokenizer.json").read_bytes()
         environment = registry.create(document.config.environment.name, document.config.environment.settings, tokenizer)
-        make = self._make or MacEngine
+        make, fingerprint = self._make, ""
+        if make is None:
+            verdict = run_selftest()
+            make, fingerprint = MacEngine, require(verdict)
+            _log.info("selftest_passed", fingerprint=fingerprint, difference=verdict.difference, device=verdict.device)
         return make(
             self._store, document, environment, host=self._host, folder=folder, model_folder=model_folder, guest=self._guest,
-            waits=Waits(grace=FINISH_SECONDS),
+            waits=Waits(grace=FINISH_SECONDS), fingerprint=fingerprint,
         )  # fmt: skip
 
     async def _wait_while_stopped(self, document: RunDocument) -> bool:

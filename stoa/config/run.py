@@ -127,6 +127,8 @@ class Rollout(Section):
     """Fewest scored episodes a group may ship with."""
     record_routing: bool = False
     """Record the experts chosen for every token."""
+    fingerprints: Annotated[list[str], Field(max_length=64)] = Field(default_factory=list)
+    """Numeric fingerprints of engines whose groups are admitted, as `stoa doctor` tells them; none: all are."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -255,6 +257,17 @@ class Publish(Section):
     """Size at which an anchor starts another part."""
 
 
+class Retention(Section):
+    """What `stoa weights gc` leaves in the bucket beyond what the run needs at this moment."""
+
+    grace_hours: Annotated[float, Field(ge=0.0, le=8760.0)] = 24.0
+    """How long an object must have been announced as unneeded before it goes: longer than the slowest join."""
+    anchors: Annotated[int, Field(ge=1, le=1000)] = 2
+    """Newest anchors kept, with all that leads on from them."""
+    group_versions: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 8
+    """Versions beyond the staleness window of which settled groups are kept, for people who look."""
+
+
 class Evaluation(Section):
     """Held-out examination."""
 
@@ -313,6 +326,7 @@ class RunConfig(Section):
     learning: Learning = Field(default_factory=Learning)
     alarms: Alarms = Field(default_factory=Alarms)
     publish: Publish = Field(default_factory=Publish)
+    retention: Retention = Field(default_factory=Retention)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     stop: Stop = Field(default_factory=Stop)
     timeouts: Timeouts = Field(default_factory=Timeouts)

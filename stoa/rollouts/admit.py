@@ -41,6 +41,8 @@ class Reason(StrEnum):
     """The slot was not granted, or for another question."""
     SLOT_TAKEN = "slot_taken"
     """The slot's group has come already, under another version: a sweep that was played again."""
+    UNKNOWN_ENGINE = "unknown_engine"
+    """Sampled by an engine whose numeric fingerprint is not one the run names."""
     GROUP_SIZE = "group_size"
     TEMPERATURE = "temperature"
     UNKNOWN_QUESTION = "unknown_question"
@@ -98,6 +100,8 @@ class Rules:
     """state_id of a version that may be trained on, None for any other version."""
     granted: Callable[[GroupKey], str | None] | None = None
     """Question that was granted to a slot, None for a slot never granted; without it every question is taken."""
+    fingerprints: frozenset[str] = frozenset()
+    """Numeric fingerprints of engines that are taken; none: all are."""
     routing: tuple[int, int, int] | None = None
     """MoE layers, experts a token and experts, where routing is recorded; a group without it is refused then."""
 
@@ -265,6 +269,8 @@ def _check_group(group: Group, named: GroupKey, key: str, rules: Rules, granted:
         _refuse(Reason.WRONG_PURPOSE, key, f"its purpose is {group.purpose}")
     if group.state_id != rules.known(group.version):
         _refuse(Reason.WRONG_STATE, key, f"state {group.state_id[:16]} is not the one published as version {group.version}")
+    if rules.fingerprints and group.fingerprint.numeric not in rules.fingerprints:
+        _refuse(Reason.UNKNOWN_ENGINE, key, f"engine {group.fingerprint.engine[:80]!r} has no fingerprint that the run names")
     if granted is not None and group.question_id != granted:
         _refuse(Reason.NOT_GRANTED, key, f"question {group.question_id!r} was not the one granted")
     if not rules.min_group_size <= len(group.episodes) <= rules.group_size:

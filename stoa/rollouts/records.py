@@ -6,6 +6,7 @@ sequence in which sampled tokens are marked and each has one logprob.
 Legend: T tokens of an episode, S sampled tokens of an episode (S = sum of mask), K turns.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from stoa.contracts.fleet_messages import Purpose
 
+_NUMERIC = re.compile(r"[0-9A-Za-z.+]+-[0-9a-f]{12}")
 StopReason = Literal["answered", "malformed", "turn_limit", "token_limit", "call_limit"]
 """Why an episode ended; all are the policy's own doing. Infrastructure faults make no episode."""
 
@@ -67,9 +69,15 @@ class Fingerprint:
     """What produced the numbers: an engine that changes shows here."""
 
     engine: str
-    """For example "mlx 0.32.4 cpu"."""
+    """For example "mlx 0.32.4 cpu x86_64 plain 0.32.4-328339b4b247"."""
     build: str
     """Version of this project."""
+
+    @property
+    def numeric(self) -> str:
+        """Name of what the engine makes of a fixed model, the last word of `engine`; "" where it did not say."""
+        last = self.engine.rpartition(" ")[2]
+        return last if _NUMERIC.fullmatch(last) else ""
 
 
 @dataclass(frozen=True, slots=True)

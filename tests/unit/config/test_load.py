@@ -118,6 +118,14 @@ def test_text_in_place_of_a_number_is_refused(tmp_path: Path) -> None:
     assert "rollout.groups = '8'" in refused(write(tmp_path, '[rollout]\ngroups = "8"\n')).message
 
 
+def test_a_list_of_names_is_read_and_travels_with_the_run(tmp_path: Path) -> None:
+    config = load_run(write(tmp_path, '[rollout]\nfingerprints = ["0.32.4-0123456789ab"]\n'), environ={})
+    assert config.rollout.fingerprints == ["0.32.4-0123456789ab"]
+    again = load_run(write(tmp_path, config.model_dump_json(), "resolved.json"), environ={})
+    assert again == config
+    assert "rollout.fingerprints" in refused(write(tmp_path, "[rollout]\nfingerprints = [3]\n")).message
+
+
 def test_environment_setting_that_is_no_scalar_is_one_fault(tmp_path: Path) -> None:
     path = write(tmp_path, "[environment.settings]\nworld_seed = [1]\n")
     assert refused(path).message == f"{path}:2: environment.settings.world_seed = [1]: should be text, a number, true or false"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stoa.contracts.errors import GroupRefusedError, InfrastructureFaultError
 from stoa.rollouts.admit import DuplicateIndex, Reason, Rules, admit
-from stoa.rollouts.records import Episode, Group, Turn
+from stoa.rollouts.records import Episode, Fingerprint, Group, Turn
 from stoa.rollouts.shard import encode_group
 from tests.fakes import toy
 
@@ -183,6 +183,24 @@ def test_a_version_that_is_not_known_is_refused_before_anything_is_decoded():
 
 def test_bytes_that_are_no_group_are_refused():
     assert reason_of(lambda: judge(HONEST, data=b"junk")) == Reason.MALFORMED
+
+
+NUMERIC = "0.32.4-0123456789ab"
+
+
+@pytest.mark.parametrize(
+    ("engine", "numeric"), [(f"mlx 0.32.4 cpu x86_64 plain {NUMERIC}", NUMERIC), ("mlx 0.32.4 gpu arm64 plain", ""), ("", "")]
+)
+def test_only_engines_that_the_run_names_are_taken_if_it_names_any(engine: str, numeric: str) -> None:
+    group = dataclasses.replace(HONEST, fingerprint=Fingerprint(engine, "0.1.0"))
+    assert group.fingerprint.numeric == numeric
+    assert judge(group).fingerprint.engine == engine
+    other, both = (toy.rules(fingerprints=frozenset(names)) for names in (["0.32.4-ba9876543210"], [NUMERIC, "0.32.4-ba9876543210"]))
+    assert reason_of(lambda: judge(group, rules=other)) == Reason.UNKNOWN_ENGINE
+    if numeric:
+        assert judge(group, rules=both).fingerprint.numeric == NUMERIC
+    else:
+        assert reason_of(lambda: judge(group, rules=both)) == Reason.UNKNOWN_ENGINE
 
 
 @pytest.mark.parametrize("key", ["runs/toy/groups/v00000003/mac-a/00000000/0.safetensors.zst", "x", "", "runs/toy/run.json"])

@@ -1,0 +1,80 @@
+"""The self-test: silent on a machine that computes rightly, and each planted fault is named and keeps the worker out."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from stoa.config.load import PROJECT_ROOT
+from stoa.contracts.errors import WeightsError
+from worker_mac import fingerprint, selftest
+from worker_mac.model import Model
+from worker_mac.model_config import read_model_config
+from worker_mac.weights import LiveWeights
+
+
+def test_this_machine_passes_and_says_what_it_is() -> None:
+    verdict = selftest.run()
+    assert verdict.fault == ""
+    assert selftest.require(verdict) == verdict.fingerprint == fingerprint.name_of(fingerprint.logprobs(fingerprint.fixed_model()))
+    assert verdict.difference < 1e-4
+    assert (verdict.device, verdict.memory_bytes) == ("cpu", 0) or verdict.memory_bytes > 0
+
+
+class WrongOffsets(Model):
+    """Rotates every row by the first row's position, as a public version did."""
+
+    def _rotate(self, x: mx.array, positions: mx.array) -> mx.array:
+        return super()._rotate(x, mx.broadcast_to(positions[:1], positions.shape))
+
+
+class Hot(Model):
+    """Logits a hundredth too large."""
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return super().logits(hidden) * 1.01
+
+
+class NotANumber(Model):
+    def logits(self, hidden: mx.array) -> mx.array:
+        return super().logits(hidden) * float("nan")
+
+
+def made(kind: type[Model]) -> Model:
+    return kind(read_model_config(fingerprint.CONFIG), LiveWeights.of(fingerprint.fixed_state()).arrays)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(WrongOffsets, "rows of a batch: logits"), (Hot, "arithmetic: a logprob is 0.0"), (NotANumber, "arithmetic: a logprob is inf nats")],
+)
+def test_a_planted_fault_is_named(kind: type[Model], words: str) -> None:
+    verdict = selftest.run(lambda: made(kind))
+    assert words in verdict.fault
+    with pytest.raises(WeightsError, match="fails its self-test and may not join") as error:
+        selftest.require(verdict)
+    assert "extra `mac`" in error.value.hint
+
+
+def test_weights_that_are_copied_are_named() -> None:
+    def copied() -> Model:
+        raise WeightsError("this MLX copies arrays where it should share them")
+
+    assert selftest.run(copied).fault == "weights in place: this MLX copies arrays where it should share them"
+
+
+def test_as_a_program_it_prints_json() -> None:
+    done = subprocess.run([sys.executable, "-m", "worker_mac.selftest"], capture_output=True, text=True, timeout=50, cwd=PROJECT_ROOT)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["fault"], len(found["findings"])) == (0, "", 3)
+    assert found["fingerprint"] == selftest.run().fingerprint
+
+
+def test_a_verdict_without_faults_is_required_quietly_and_one_with_two_names_both() -> None:
+    good = selftest.Verdict((selftest.Finding("a"), selftest.Finding("b")), "x")
+    assert selftest.require(good) == "x"
+    bad = replace(good, findings=(selftest.Finding("a", "one"), selftest.Finding("b", "two")))
+    assert bad.fault == "a: one; b: two"
