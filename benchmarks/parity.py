@@ -30,6 +30,7 @@ from trainer_gpu import host
 from trainer_gpu.convert import load_hub, mlx_tensors, to_hub, weight_map
 from trainer_gpu.model import Lfm2Config, build_model, forward_packed, read_model_config, token_logprobs_packed
 from trainer_gpu.modules import SigmoidRouter
+from trainer_gpu.weights import by_weight
 
 SEQ_LENS = (33, 7, 1, 40, 21)
 VOCAB = 256
@@ -190,7 +191,7 @@ def _unstacked(name: str, grad: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
 
 
 def megatron_gradients(model: GPTModel, ids: torch.Tensor) -> Tensors:
-    """The same of the trainer's model, from a packed row, by parameter name."""
+    """The same of the trainer's model, from a packed row, by weight."""
     model.zero_grad()
     logprobs, _ = token_logprobs_packed(model, ids, SEQ_LENS)
     (-logprobs.sum() / len(ids)).backward()
@@ -199,7 +200,7 @@ def megatron_gradients(model: GPTModel, ids: torch.Tensor) -> Tensors:
         if parameter.grad is None:
             raise AssertionError(f"{name} has no gradient")
         gradients[name] = parameter.grad
-    return gradients
+    return by_weight(gradients)
 
 
 def mlx_gradients(model: nn.Module, ids: torch.Tensor) -> Tensors:

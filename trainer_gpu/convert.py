@@ -12,6 +12,7 @@ cut, joined and transposed, so a round trip is bit-exact.
     conv.conv [D, 1, kernel]                self_attention.conv_weight [D, kernel]
     w1 (gate), w3 (up) / w2 (down)          linear_fc1 = w1 over w3 / linear_fc2
     feed_forward.gate / expert_bias         mlp.router.weight / mlp.router.expert_bias (fp32 buffer)
+    feed_forward.experts.E.w1, w3 / w2      mlp.experts.fc1 [E, 2 I, D] / fc2 [E, D, I], named mlp.experts.fc1.E
 """
 
 import json
@@ -27,9 +28,10 @@ from megatron.core.models.gpt import GPTModel
 from safetensors.torch import save_file
 
 from stoa.contracts.errors import CheckpointError
+from trainer_gpu import host
 from trainer_gpu.hub_files import INDEX, HubFiles
 from trainer_gpu.model_config import Lfm2Config
-from trainer_gpu.parallel import global_name
+from trainer_gpu.weights import local_weights
 
 _SHARD_BYTES = 4 * 2**30
 
@@ -85,9 +87,9 @@ def _layer_weights(config: Lfm2Config, layer: int) -> Iterator[Weight]:
     if config.use_expert_bias:
         yield weight("mlp.router.expert_bias", ("feed_forward.expert_bias",))
     for expert in range(config.num_experts):
-        here, there = f"mlp.experts.local_experts.{expert}", f"feed_forward.experts.{expert}"
-        yield weight(f"{here}.linear_fc1.weight", (f"{there}.w1.weight", f"{there}.w3.weight"), "gate_up", expert)
-        yield weight(f"{here}.linear_fc2.weight", (f"{there}.w2.weight",), "same", expert)
+        there = f"feed_forward.experts.{expert}"
+        yield weight(f"mlp.experts.fc1.{expert}", (f"{there}.w1.weight", f"{there}.w3.weight"), "gate_up", expert)
+        yield weight(f"mlp.experts.fc2.{expert}", (f"{there}.w2.weight",), "same", expert)
 
 
 def hub_shapes(config: Lfm2Config) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -245,13 +247,6 @@ def to_hub(tensor: torch.Tensor, weight: Weight, config: Lfm2Config) -> list[tor
     return [tensor]
 
 
-def local_weights(model: GPTModel) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers of this process, detached, by their name in the whole model."""
-    tensors = {global_name(model, name): p.detach() for name, p in model.named_parameters()}
-    tensors.update((name, b) for name, b in model.named_buffers() if name.endswith("expert_bias"))
-    return tensors
-
-
 def _copy(target: torch.Tensor, weight: Weight, parts: list[torch.Tensor], config: Lfm2Config) -> None:
     """Copy hub tensors into place, or say which has the wrong shape."""
     for name, part, own in zip(weight.hub, parts, to_hub(target, weight, config), strict=True):
@@ -267,21 +262,19 @@ def _copy(target: torch.Tensor, weight: Weight, parts: list[torch.Tensor], confi
 def _fetcher(model: GPTModel, config: Lfm2Config, masters: Mapping[str, torch.Tensor] | None) -> Callable[[Weight], torch.Tensor]:
     """A function that gives a weight whole; an expert of another process is sent by its owner."""
     weights = local_weights(model)
-    weights.update(masters or {})
     num_owners = parallel_state.get_expert_model_parallel_world_size()
     group = cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
     fc1, fc2 = (2 * config.moe_ffn_size, config.hidden_size), (config.hidden_size, config.moe_ffn_size)
+    dtype = model.config.params_dtype if masters is None else torch.float32
 
     def fetch(weight: Weight) -> torch.Tensor:
-        if weight.expert < 0 or num_owners == 1:
-            return weights[weight.megatron]
-        like = next(iter(weights.values()))
-        shape = fc1 if weight.form == "gate_up" else fc2
-        tensor = weights.get(weight.megatron)
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
-        owner = weight.expert // (config.num_experts // num_owners)
-        dist.broadcast(tensor, group_src=owner, group=group)
+        is_here, name = weight.megatron in weights, weight.megatron
+        if is_here:
+            tensor = masters[name] if masters is not None and name in masters else weights[name]
+        else:
+            tensor = torch.empty(fc1 if weight.form == "gate_up" else fc2, dtype=dtype, device=host.device())
+        if weight.expert >= 0 and num_owners > 1:
+            dist.broadcast(tensor, group_src=weight.expert // (config.num_experts // num_owners), group=group)
         return tensor
 
     return fetch

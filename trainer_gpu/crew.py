@@ -68,7 +68,7 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class SendWire:
-    """Hand over experts while rank 0 reads the weights as they go on the wire."""
+    """Hand over experts and pieces of masters while rank 0 reads the weights as they go on the wire."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,59 +1,61 @@
-"""All local experts of a layer in two grouped matrix products, with the same parameters as Megatron's SequentialMLP.
+"""All local experts of a layer in two grouped matrix products, for Megatron's MoE layer in place of its SequentialMLP.
 
-Each expert keeps its own named weight, so that checkpoints, optimizers and exports see what they see in
-SequentialMLP; the weights of a layer are views of one block of memory, which is what the grouped product reads.
+The weights of a layer's experts are one parameter for each product, so that they stay one block of memory wherever
+gradient and parameter buffers move them: the grouped product reads blocks. `weights.py` names each expert in it.
 
-Shapes: R dispatched rows sorted by expert, E local experts, I inputs, O outputs.
+Shapes: R dispatched rows sorted by expert, E local experts, D hidden, I inner, O outputs.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.typed_torch import not_none
+
+from trainer_gpu import host
 
 
-class GroupedExperts(SequentialMLP):
-    """SequentialMLP's weights, two kernels a pass instead of two an expert. Gated SiLU, no bias.
+class GroupedExperts(MegatronModule):
+    """E gated-SiLU MLPs without bias: `fc1` [E, 2 I, D] is gate over up, `fc2` [E, D, I] is down.
 
     The grouped product is checked against SequentialMLP on the CPU in fp32 and bf16; it was not run on CUDA.
     """
 
-    def join_storage(self) -> None:
-        """Move the experts' weights into one block each for fc1 and fc2. Call after the model is on its device."""
-        self.fc1 = _join(self._weights("linear_fc1"))
-        self.fc2 = _join(self._weights("linear_fc2"))
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config=config)
+        hidden, inner = config.hidden_size, not_none(config.moe_ffn_hidden_size)
+        self.fc1 = _weight(config, not_none(config.init_method), num_local_experts, 2 * inner, hidden)
+        self.fc2 = _weight(config, not_none(config.output_layer_init_method), num_local_experts, hidden, inner)
 
     def forward(
-        self,
-        permuted_local_hidden_states: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        permuted_probs: torch.Tensor,
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Rows [R, D] sorted by expert, their counts [E] and routing weights [R] -> ([R, D], no bias)."""
         x = permuted_local_hidden_states
         ends = tokens_per_expert.cumsum(0).to(x.device, torch.int32)
-        gate, up = _GroupedLinear.apply(x, ends, self.fc1, *self._weights("linear_fc1")).chunk(2, dim=-1)
+        gate, up = _GroupedLinear.apply(x, ends, self.fc1).chunk(2, dim=-1)
         inner = F.silu(gate) * up * permuted_probs.unsqueeze(-1)
-        return _GroupedLinear.apply(inner.to(x.dtype), ends, self.fc2, *self._weights("linear_fc2")), None
-
-    def _weights(self, linear: str) -> list[torch.nn.Parameter]:
-        return [cast(torch.nn.Parameter, expert.get_parameter(f"{linear}.weight")) for expert in self.local_experts]
+        return _GroupedLinear.apply(inner.to(x.dtype), ends, self.fc2), None
 
 
-def _join(weights: list[torch.nn.Parameter]) -> torch.Tensor:
-    """One [E, O, I] tensor whose slices the parameters become."""
-    block = torch.stack([weight.detach() for weight in weights])
-    for weight, view in zip(weights, block, strict=True):
-        weight.data = view
-    return block
+def _weight(config: TransformerConfig, init: Any, *shape: int) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=host.device()))
+    with torch.no_grad():
+        init(weight)
+    # What Megatron's own expert layers say of theirs: gradients are summed over the processes with the same experts only.
+    weight.allreduce = parallel_state.get_expert_model_parallel_world_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
+    return weight
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x[rows of expert e] @ weight[e].T for all e. The gradient goes to the experts' own parameters."""
+    """x[rows of expert e] @ block[e].T for all e; block is [E, O, inputs]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ends: torch.Tensor, block: torch.Tensor, *_weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, ends: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, ends, block)
         return F.grouped_mm(x, block.transpose(1, 2), offs=ends)
 
@@ -61,6 +63,4 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, ends, block = ctx.saved_tensors
         grad = grad_outputs[0].contiguous()  # the kernel refuses expanded gradients
-        grad_x = F.grouped_mm(grad, block, offs=ends)
-        grad_block = F.grouped_mm(grad.t(), x, offs=ends)
-        return grad_x, None, None, *grad_block.unbind(0)
+        return F.grouped_mm(grad, block, offs=ends), None, F.grouped_mm(grad.t(), x, offs=ends)

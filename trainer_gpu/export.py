@@ -19,11 +19,12 @@ from stoa.bucket.store import Store
 from stoa.contracts.errors import CheckpointError, ObjectMissingError
 from trainer_gpu import host
 from trainer_gpu.checkpoint import Identity, Part, read_document, read_tensors
-from trainer_gpu.convert import local_weights, save_hub
+from trainer_gpu.convert import save_hub
 from trainer_gpu.model import build_model, forward_packed, read_model_config
 from trainer_gpu.model_config import Lfm2Config
-from trainer_gpu.parallel import BUFFER, MASTER
 from trainer_gpu.policy import architecture_of
+from trainer_gpu.state import BUFFER, MASTER, Named
+from trainer_gpu.weights import local_weights, saved_buffers
 
 MAX_DIFFERENCE: Final = 1e-3
 """Largest difference of two logits in fp32, as a share of their largest size; rounding alone makes about 1e-5."""
@@ -73,14 +74,17 @@ def export_hub(document: RunDocument, store: Store, folder: Path) -> ExportedHub
 
 @torch.no_grad()
 def fill(model: GPTModel, store: Store, parts: tuple[Part, ...]) -> None:
-    """Masters and buffers of a checkpoint into a model, cast to its type. Raises CheckpointError if any is missing."""
-    targets = {**local_weights(model)}
+    """Masters and buffers of a checkpoint into a model of one process, cast to its type. Raises CheckpointError if any is missing."""
+    targets = {**dict(model.named_parameters()), **saved_buffers(model)}
+    missing = {name: target.numel() for name, target in targets.items()}
     wanted = (f"{MASTER}.", f"{BUFFER}.")
     for full_name, tensor in read_tensors(store, tuple(part for part in parts if any(n.startswith(wanted) for n in part.tensors))):
         if full_name.startswith(wanted):
-            targets.pop(full_name.partition(".")[2]).copy_(tensor)
-    if targets:
-        raise CheckpointError(f"the checkpoint lacks {len(targets)} weights: {', '.join(sorted(targets)[:3])}")
+            named = Named.of(full_name)
+            targets[named.weight].view(-1)[named.start : named.stop].copy_(tensor.flatten())
+            missing[named.weight] -= tensor.numel()
+    if left := sorted(name for name, size in missing.items() if size):
+        raise CheckpointError(f"the checkpoint lacks {len(left)} weights: {', '.join(left[:3])}")
 
 
 @torch.no_grad()

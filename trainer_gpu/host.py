@@ -8,12 +8,13 @@ known here.
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 from stoa.config.load import torchrun_launch
@@ -142,10 +143,37 @@ def collect(value: _Value) -> list[_Value]:
     return values or []
 
 
+class _NoStream:
+    """A CUDA stream, and an event of one, on a machine that has neither: everything is done in order already."""
+
+    def wait_stream(self, _other: "_NoStream") -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> "_NoStream":
+        """Done by now."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's `maybe_move_tensor_to_cpu`, which leaves sizes that are on the CPU already in a type gloo refuses."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _pretend_cuda() -> None:
-    """The two functions Megatron calls outside `cuda_literals`, and no compiling: one step would wait 30 s for it."""
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.synchronize = lambda device=None: None
+    """What Megatron calls outside `cuda_literals`, and no compiling: one step would wait 30 s for it."""
+    stream = _NoStream()
+    for name, stand_in in {
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": lambda device=None: None,
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda _stream: nullcontext(),
+    }.items():
+        setattr(torch.cuda, name, stand_in)
+    token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
     torch.compiler.set_stance("force_eager")
 
 

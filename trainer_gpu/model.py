@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -66,9 +65,6 @@ def build_model(config: Lfm2Config, dtype: torch.dtype) -> GPTModel:
     ).to(host.device())
     # Megatron keeps every router it ever built in a process-wide list; we address them through their model.
     RouterReplay.clear_global_router_replay_instances()
-    for module in model.modules():
-        if isinstance(module, GroupedExperts):
-            module.join_storage()
     return model
 
 
@@ -87,7 +83,7 @@ def transformer_config(config: Lfm2Config, dtype: torch.dtype) -> TransformerCon
             "moe_aux_loss_coeff": 0.0,
             "moe_router_topk_scaling_factor": None if scaling == 1 else scaling,
             "moe_router_dtype": "fp32",
-            "moe_token_dispatcher_type": "alltoall" if host.HAS_CUDA else "allgather",
+            "moe_token_dispatcher_type": "alltoall",
             "moe_enable_routing_replay": True,
             # Not only bookkeeping: without it gradients of different experts are summed over processes.
             "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
@@ -123,7 +119,7 @@ def _block_spec(config: Lfm2Config) -> TransformerBlockSubmodules:
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     dense = ModuleSpec(MLP, params={"ffn_hidden_size": config.dense_ffn_size}, submodules=linear)
     router = partial(SigmoidRouter, use_expert_bias=config.use_expert_bias, norm_topk_prob=config.norm_topk_prob)
-    experts = ModuleSpec(MoELayer, submodules=MoESubmodules(router=router, experts=ModuleSpec(GroupedExperts, submodules=linear)))
+    experts = ModuleSpec(MoELayer, submodules=MoESubmodules(router=router, experts=ModuleSpec(GroupedExperts)))
     attention = ModuleSpec(
         SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -158,8 +154,6 @@ def hidden_packed(model: GPTModel, ids: torch.Tensor, seq_lens: Sequence[int]) -
     row = pack_row(seq_lens, ids.device)
     if ids.shape != row.positions.shape:
         raise LayoutError(f"{ids.numel()} token ids, but sequence lengths add up to {row.positions.numel()}")
-    if model.config.num_moe_experts and not ids.is_cuda:  # CUDA sends each token to its expert
-        _check_even(ids.numel())
     hidden = model.decoder(
         hidden_states=model.embedding(input_ids=ids.unsqueeze(0), position_ids=row.positions.unsqueeze(0)),
         attention_mask=None,
@@ -167,20 +161,6 @@ def hidden_packed(model: GPTModel, ids: torch.Tensor, seq_lens: Sequence[int]) -
         packed_seq_params=row,
     )
     return hidden.squeeze(1)
-
-
-def _check_even(num_tokens: int) -> None:
-    """Without CUDA, processes that share experts gather each other's tokens and must have as many; else gloo aborts."""
-    num_ranks = parallel_state.get_expert_model_parallel_world_size()
-    if num_ranks > 1:
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
-        group = cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
-        dist.all_gather(counts, torch.tensor([num_tokens]), group=group)
-        if len({int(count) for count in counts}) > 1:
-            raise LayoutError(
-                f"processes that share experts have rows of {[int(count) for count in counts]} tokens",
-                hint="without CUDA give each process as many tokens, or use data parallelism only",
-            )
 
 
 def forward_packed(model: GPTModel, ids: torch.Tensor, seq_lens: Sequence[int]) -> torch.Tensor:

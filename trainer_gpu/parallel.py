@@ -1,14 +1,14 @@
-"""The model wrapped for training: gradient buffers, optimizer, one step, state in and out.
+"""The model wrapped for training: gradient and weight buffers, optimizer, one step.
 
-Megatron's DDP, optimizers and gradient reduction do the work. The loss, the batches and checkpoint files are
-elsewhere; the layout over processes is in `layout.py`. Assumes `trainer_gpu.host.setup_process` has run in this process.
+Megatron's DDP and distributed optimizer do the work: gradients are summed over the processes that hold the same
+weights, each of which updates a part of them. The update is `adam.py`'s, the state by name `state.py`'s, the layout over
+processes `layout.py`'s; losses and batches are elsewhere. Assumes `trainer_gpu.host.setup_process` has run in this process.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -17,30 +17,34 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from megatron.core.typed_torch import not_none
 
-from stoa.contracts.errors import CheckpointError, NonFiniteError
+from stoa.contracts.errors import NonFiniteError
 from trainer_gpu import host
-
-MASTER, FIRST_MOMENT, SECOND_MOMENT, BUFFER = "master", "exp_avg", "exp_avg_sq", "buffer"
-KINDS = (MASTER, FIRST_MOMENT, SECOND_MOMENT)
-STEP = "optimizer.step"
-_EXPERT = ".local_experts."
-_TORN = "the checkpoint is of another architecture, or torn"
+from trainer_gpu.adam import Adam
+from trainer_gpu.state import Masters, TrainerState
 
 
 class Trainable:
     """A model with its gradient buffers and its Adam state. `build_optimizer` makes one."""
 
-    def __init__(self, model: GPTModel, optimizer_config: OptimizerConfig) -> None:
+    def __init__(self, model: GPTModel, optimizer_config: OptimizerConfig, make_adam: Callable[[list[dict[str, Any]]], Adam]) -> None:
         self.model = model
-        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False)
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True)
         self._ddp = DistributedDataParallel(model.config, config, model)
         self._ddp.broadcast_params()
+        # "The inner optimizer owns the masters": Megatron sets this itself only for TransformerEngine's optimizer.
+        optimizer_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         with host.cuda_literals():
             optimizer = get_megatron_optimizer(optimizer_config, [self._ddp], use_gloo_process_groups=False)
         self._optimizer = cast(ChainedOptimizer, optimizer)  # what 0.16 returns for every model without FSDP
+        parts = cast(list[DistributedOptimizer], self._optimizer.chained_optimizers)
+        self._adams: list[Adam] = []
+        for part in parts:
+            self._adams.append(make_adam(part.optimizer.param_groups))
+            part.optimizer = self._adams[-1]  # pyright: ignore[reportAttributeAccessIssue]
+        self.state = TrainerState(model, parts)
         self._clip_grad = optimizer_config.clip_grad
 
     def step(self, losses: Iterable[Callable[[], torch.Tensor]]) -> float:
@@ -73,7 +77,7 @@ class Trainable:
                 )
             for part in self._optimizer.chained_optimizers:
                 if self._clip_grad > 0:
-                    clip_grad_by_total_norm_fp32(list[torch.Tensor](part.get_parameters()), self._clip_grad, grad_norm)
+                    clip_grad_by_total_norm_fp32(list[torch.Tensor](part.get_parameters()), self._clip_grad, grad_norm, True)
             self._optimizer.step_with_ready_grads()
         return grad_norm
 
@@ -84,117 +88,32 @@ class Trainable:
                 group["lr"] = rate * group.get("lr_mult", 1.0)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """fp32 gradients of the last step by parameter name, summed and clipped, as views."""
-        return {global_name(self.model, n): cast(Any, p).main_grad for n, p in self.model.named_parameters()}
+        """fp32 gradients of the last step by parameter name, summed and clipped, as views: this process's part of each."""
+        return {name: cast(Any, parameter).main_grad for name, parameter in self.model.named_parameters()}
 
-    def masters(self) -> dict[str, torch.Tensor]:
-        """fp32 master of every parameter of this process by name, as views: what the optimizer changes."""
-        return {global_name(self.model, n): getattr(p, "main_param", p).detach() for n, p in self.model.named_parameters()}
+    def masters(self) -> Mapping[str, torch.Tensor]:
+        """fp32 master of every weight of this process by its name in `local_weights`: what the optimizer changes.
 
-    def state_names(self) -> set[str]:
-        """Names of the tensors of this rank's state; see `state_tensors`."""
-        masters = [f"{kind}.{global_name(self.model, n)}" for n, _ in self.model.named_parameters() for kind in KINDS]
-        buffers = [f"{BUFFER}.{name}" for name, _ in self.model.named_buffers() if is_saved_buffer(name)]
-        return {*masters, *buffers, STEP}
-
-    def state_tensors(self, *, own: bool = False) -> dict[str, torch.Tensor]:
-        """Masters, moments, step count and buffers of this process in one flat dict, as views.
-
-        Keys: `master.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME` (fp32), `buffer.NAME`, `optimizer.step` (int64 scalar).
-        Before the first step the moments are zeros that take no memory.
-
-        Args:
-            own: leave out what a rank before this one holds as well, so that all ranks together have each tensor once.
+        Where processes share the state of a weight, all must ask for the same ones in the same order.
         """
-        tensors: dict[str, torch.Tensor] = {}
-        num_steps = 0
-        first_of = {True: parallel_state.get_expert_data_parallel_rank() == 0, False: parallel_state.get_data_parallel_rank() == 0}
-        for name, master, adam in self._adam_entries():
-            state = adam.state.get(master, {})
-            num_steps = max(num_steps, int(state.get("step", 0)), *(int(g.get("step", 0)) for g in adam.param_groups))
-            if own and not first_of[_EXPERT in name]:
-                continue
-            tensors[f"{MASTER}.{name}"] = master.detach()
-            for key in (FIRST_MOMENT, SECOND_MOMENT):
-                tensors[f"{key}.{name}"] = state[key] if key in state else master.new_zeros(()).expand(master.shape)
-        if own and not first_of[False]:
-            return tensors
-        for name, buffer in self.model.named_buffers():
-            if is_saved_buffer(name):
-                tensors[f"{BUFFER}.{name}"] = buffer
-        tensors[STEP] = torch.tensor(num_steps, dtype=torch.int64)
-        return tensors
+        return Masters(self.state, self.model)
 
-    def check_names(self, names: Collection[str]) -> None:
-        """Raise CheckpointError unless `names` are those of the state of all ranks together; all ranks must call."""
-        expected = set[str]().union(*host.exchange(self.state_names()))
-        for title, strange in (("lacks", expected - set(names)), ("also holds", set(names) - expected)):
-            if strange:
-                shown = ", ".join(sorted(strange)[:3])
-                raise CheckpointError(f"the trainer state {title} {len(strange)} tensors: {shown}", hint=_TORN)
-
-    @torch.no_grad()
     def load_state(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Restore what `state_tensors` returned, one tensor at a time; the next step is bit-equal to one never interrupted.
+        """Take a saved state; the next step is bit-equal to one never interrupted. All processes must call.
 
-        Names that are not this rank's are passed over.
-
-        Raises:
-            CheckpointError: a tensor has another shape, or one of this rank's is missing; the state is half filled.
+        Raises CheckpointError as `TrainerState.load`; the state is then half filled.
         """
-        parameters = {global_name(self.model, n): p for n, p in self.model.named_parameters()}
-        entries = {name: (master, adam) for name, master, adam in self._adam_entries()}
-        buffers = {name: buffer for name, buffer in self.model.named_buffers() if is_saved_buffer(name)}
-        missing = self.state_names()
-        num_steps = 0
-        for full_name, tensor in tensors:
-            if full_name not in missing:
-                continue
-            missing.discard(full_name)
-            kind, _, name = full_name.partition(".")
-            if full_name == STEP:
-                num_steps = int(tensor)
-            elif kind == BUFFER:
-                buffers[name].copy_(_shaped(tensor, buffers[name], full_name))
-            else:
-                master, adam = entries[name]
-                if kind == MASTER:
-                    master.copy_(_shaped(tensor, master, full_name))
-                    parameters[name].copy_(master)
-                else:
-                    adam.state[master][kind] = _shaped(tensor, master, full_name).to(master.device, torch.float32, copy=True)
-        if missing:
-            raise CheckpointError(f"the trainer state lacks {len(missing)} tensors: {', '.join(sorted(missing)[:3])}", hint=_TORN)
-        for master, adam in entries.values():
-            if isinstance(adam, torch.optim.AdamW):
-                adam.state[master]["step"] = torch.tensor(float(num_steps))
-            else:  # fused Adam counts once a group; not run here
-                for group in adam.param_groups:
-                    group["step"] = num_steps
+        self.state.load(tensors)
+        self.share_weights()
 
-    @torch.no_grad()
+    def share_weights(self) -> None:
+        """Give every process the weights that others have updated or loaded; all must call."""
+        self._ddp.start_param_sync()
+
     def forget(self) -> None:
         """Take the model's parameters, which somebody has filled anew, as masters of an optimizer that never stepped."""
-        for parameter in self.model.parameters():
-            master = getattr(parameter, "main_param", parameter)
-            if master is not parameter:
-                master.copy_(parameter)
-        for part in self._optimizer.chained_optimizers:
-            part.optimizer.state.clear()
-            for group in part.param_groups:
-                group.pop("step", None)
-
-    def _adam_entries(self) -> Iterable[tuple[str, torch.Tensor, torch.optim.Optimizer]]:
-        """(parameter name, its master, the torch optimizer that owns the master)."""
-        owner = {
-            id(master): part.optimizer
-            for part in self._optimizer.chained_optimizers
-            for group in part.param_groups
-            for master in group["params"]
-        }
-        for name, parameter in self.model.named_parameters():
-            master = getattr(parameter, "main_param", parameter)
-            yield global_name(self.model, name), master, owner[id(master)]
+        for adam in self._adams:
+            adam.forget()
 
 
 def build_optimizer(
@@ -205,11 +124,15 @@ def build_optimizer(
     eps: float,
     weight_decay: float,
     clip_grad: float,
+    moment_dtype: torch.dtype = torch.float32,
+    on_host: bool = False,
 ) -> Trainable:
     """Wrap `model` for training with AdamW. An fp32 model is its own master; bf16 gets fp32 masters.
 
     Args:
         clip_grad: largest global gradient norm; 0 turns clipping off. Norm weights are never decayed.
+        moment_dtype: of Adam's moments between steps, fp32 or bf16.
+        on_host: keep masters and moments in the host's memory, and update them there.
     """
     dtype = model.config.params_dtype
     config = OptimizerConfig(
@@ -217,35 +140,9 @@ def build_optimizer(
         lr=lr,
         min_lr=lr,
         weight_decay=weight_decay,
-        adam_beta1=betas[0],
-        adam_beta2=betas[1],
-        adam_eps=eps,
         clip_grad=clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=False,
+        use_distributed_optimizer=True,
     )
-    return Trainable(model, config)
-
-
-def global_name(model: GPTModel, name: str) -> str:
-    """The parameter's name with the expert's number in the whole model instead of on this process."""
-    head, mark, tail = name.partition(_EXPERT)
-    if not mark:
-        return name
-    local, _, rest = tail.partition(".")
-    size = parallel_state.get_expert_model_parallel_world_size()
-    first = parallel_state.get_expert_model_parallel_rank() * (not_none(model.config.num_moe_experts) // size)
-    return f"{head}{mark}{first + int(local)}.{rest}"
-
-
-def is_saved_buffer(name: str) -> bool:
-    """Whether a buffer is part of the model: expert_bias is, Megatron's token counters are not."""
-    return name.endswith("expert_bias")
-
-
-def _shaped(tensor: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
-    """`tensor`, if it has the shape of `like`; else CheckpointError."""
-    if tensor.shape != like.shape:
-        raise CheckpointError(f"the trainer state's {name} has shape {tuple(tensor.shape)}, not {tuple(like.shape)}", hint=_TORN)
-    return tensor
+    return Trainable(model, config, lambda groups: Adam(groups, betas=betas, eps=eps, moment_dtype=moment_dtype, on_host=on_host))

@@ -7,7 +7,7 @@ process, because Megatron's parallel state is one a process.
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -74,33 +74,29 @@ class Policy:
             self.trainable.forget()
             self._at_base = True
 
-    def restore(self, names: Collection[str], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take a saved state of these `names`, one tensor at a time, in any order; names of other ranks are passed over.
-
-        Raises CheckpointError: it is another architecture's, and nothing has changed; or what `tensors` raises, or a
-        tensor of the wrong shape: the policy is then half filled and must be restored or brought back to base.
-        """
-        self.trainable.check_names(names)
-        self._at_base = False
-        self.trainable.load_state(tensors)
-
     def restore_parts(self, store: Store, parts: Sequence[Part], rng: str, *, on_part: Callable[[str], None] = lambda name: None) -> None:
-        """Take a checkpoint's state on every rank, each from the parts that hold its own tensors. Raises as `restore`."""
+        """Take a checkpoint's state on every rank, each from the parts that hold something of its own.
+
+        Raises CheckpointError: it is another architecture's, and nothing has changed; or a part cannot be used, and the
+        policy is half filled: it must be restored or brought back to base. ServiceUnavailableError: the same.
+        """
         with self._lead(Restore(tuple(parts), rng)):
+            state = self.trainable.state
             fault: StoaError | None = None
             try:
-                own = self.trainable.state_names()
-                names = [name for part in parts for name in part.tensors]
-                mine = tuple(part for part in parts if not own.isdisjoint(part.tensors))
-                self.restore(names, read_tensors(store, mine, on_part=on_part))
+                state.check_names([name for part in parts for name in part.tensors])
+                self._at_base = False
+                mine = tuple(part for part in parts if any(state.wants(name) for name in part.tensors))
+                state.load(read_tensors(store, mine, on_part=on_part))
                 restore_rng(rng)
             except (CheckpointError, ServiceError) as error:
                 fault = error
             agree(fault)
+            self.trainable.share_weights()
 
     def state(self) -> Mapping[str, torch.Tensor]:
         """Everything a later process needs to go on bit for bit, as far as this rank holds it; views where possible."""
-        return self.trainable.state_tensors()
+        return self.trainable.state.tensors()
 
     def save_parts(
         self, store: Store, run: str, epoch: int, step: int, *, part_bytes: int, on_part: Callable[[str], None] = lambda name: None
@@ -113,7 +109,7 @@ class Policy:
             fault: StoaError | None = None
             parts: tuple[Part, ...] = ()
             try:
-                tensors = self.trainable.state_tensors(own=True)
+                tensors = self.trainable.state.tensors(own=True)
                 parts = save_parts(store, run, epoch, step, tensors, rank=host.rank(), part_bytes=part_bytes, on_part=on_part)
             except (BucketError, ServiceError) as error:
                 fault = error
@@ -145,8 +141,8 @@ class Policy:
                 for item in tensors:  # noqa: UP028 - `yield from` would close `tensors` before it is drained
                     yield item
             finally:
-                # A reader that gives up must not leave the ranks that send experts waiting.
-                if layout.expert_parallel_size() > 1:
+                # A reader that gives up must not leave the ranks that send their pieces waiting.
+                if host.num_ranks() > 1:
                     for _ in tensors:
                         pass
 

@@ -24,7 +24,7 @@ class Row:
     """One packed row: ids int64 [T], where bool [T], log_mu and advantages fp32 [T] (0 outside `where`).
 
     routing: the sampler's experts int64 [T, L, K], None where they were not recorded.
-    hosts, sampled_lens: of each episode; sequences after them are filling, of which nothing is learned.
+    hosts, sampled_lens: of each episode; a row without any is filling, of which nothing is learned.
     """
 
     ids: torch.Tensor
@@ -37,30 +37,13 @@ class Row:
     sampled_lens: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One micro-batch of a rank: the episodes in it, by number, and the tokens that are added to them."""
+def share(bins: Sequence[Sequence[int]], rank: int, num_ranks: int, *, even: bool) -> list[tuple[int, ...]]:
+    """The micro-batches of a rank, by episode number: every `num_ranks`th bin.
 
-    episodes: tuple[int, ...]
-    num_filling: int
-
-
-def share(bins: Sequence[Sequence[int]], lengths: Sequence[int], rank: int, num_ranks: int, *, even: bool) -> list[Place]:
-    """The micro-batches of a rank: every `num_ranks`th bin.
-
-    Args:
-        bins: episode numbers of each row, from `pack`.
-        lengths: tokens of each episode.
-        even: all ranks get equally many rows, and the rows of one turn equally many tokens, filled up where needed.
+    even: all ranks get equally many, the last ones of some ranks without an episode.
     """
-    if not even:
-        return [Place(tuple(bin_), 0) for bin_ in bins[rank::num_ranks]]
-    sizes = [sum(lengths[i] for i in bin_) for bin_ in bins]
-    places: list[Place] = []
-    for first in range(0, len(bins), num_ranks):
-        mine = tuple(bins[first + rank]) if first + rank < len(bins) else ()
-        places.append(Place(mine, max(sizes[first : first + num_ranks]) - sum(lengths[i] for i in mine)))
-    return places
+    mine = [tuple(bin_) for bin_ in bins[rank::num_ranks]]
+    return mine + [()] * (-(-len(bins) // num_ranks) - len(mine)) if even else mine
 
 
 def rows_of_rank(groups: Sequence[Group], learning: Learning) -> list[Row]:
@@ -71,23 +54,16 @@ def rows_of_rank(groups: Sequence[Group], learning: Learning) -> list[Row]:
         episodes += [(e, float(a), group.host) for e, a in zip(group.episodes, advantages, strict=True)]
     lengths = [len(episode.ids) for episode, _, _ in episodes]
     bins = pack(lengths, learning.micro_batch_tokens)
-    # Ranks that share experts meet in every layer with experts, and without CUDA with as many tokens each.
-    even = layout.expert_parallel_size() > 1
+    # Ranks that share experts meet in every layer with experts.
+    mine = share(bins, host.rank(), host.num_ranks(), even=layout.expert_parallel_size() > 1)
     routes = [episode.routing for episode, _, _ in episodes if episode.routing is not None]
     experts = routes[0].shape[1:] if len(routes) == len(episodes) else None
-    places = share(bins, lengths, host.rank(), host.num_ranks(), even=even)
-    longest = max(lengths)
-    return [_row([episodes[i] for i in place.episodes], _cut(place.num_filling, longest), experts) for place in places]
+    return [_row([episodes[i] for i in numbers], experts) for numbers in mine]
 
 
-def _cut(num_tokens: int, longest: int) -> list[int]:
-    """Filling as sequences no longer than an episode: attention costs their longest squared."""
-    full, rest = divmod(num_tokens, longest)
-    return [longest] * full + [rest] * (rest > 0)
-
-
-def _row(episodes: Sequence[tuple[Episode, float, str]], filling: list[int], experts: tuple[int, ...] | None) -> Row:
-    blank = sum(filling)
+def _row(episodes: Sequence[tuple[Episode, float, str]], experts: tuple[int, ...] | None) -> Row:
+    """The episodes one after another; without any a token of filling, for a rank that must take part all the same."""
+    blank = 0 if episodes else 1
     ids = _join([episode.ids for episode, _, _ in episodes], np.int64, blank)
     where = _join([episode.mask for episode, _, _ in episodes], np.bool_, blank)
     log_mu = np.zeros(len(ids), np.float32)
@@ -102,7 +78,7 @@ def _row(episodes: Sequence[tuple[Episode, float, str]], filling: list[int], exp
     device = host.device()
     return Row(
         torch.from_numpy(ids).to(device),
-        [len(episode.ids) for episode, _, _ in episodes] + filling,
+        [len(episode.ids) for episode, _, _ in episodes] + [1] * blank,
         torch.from_numpy(where).to(device),
         torch.from_numpy(log_mu).to(device),
         torch.from_numpy(spread * where).to(device),

@@ -68,10 +68,10 @@ def test_a_resumed_trainer_goes_on_with_the_same_state(moe_folder: Path, ids: to
 
     first = made()
     first.step([lambda: -token_logprobs_packed(first.model, row, SEQ_LENS)[0].sum() / len(row)])
-    state = {name: tensor.detach().cpu().clone() for name, tensor in first.state_tensors().items()}
+    state = {name: tensor.detach().cpu().clone() for name, tensor in first.state.tensors().items()}
     second = made()
     second.load_state(state.items())
-    assert all(torch.equal(tensor.cpu(), state[name]) for name, tensor in second.state_tensors().items())
+    assert all(torch.equal(tensor.cpu(), state[name]) for name, tensor in second.state.tensors().items())
 
 
 def test_logits_are_never_held_whole_in_device_memory() -> None:

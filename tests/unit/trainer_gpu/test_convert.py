@@ -18,8 +18,9 @@ from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
 from stoa.contracts.errors import CheckpointError
 from stoa.weights.layout import layout_of
 from tests.unit.trainer_gpu.checkpoints import load
-from trainer_gpu.convert import hub_shapes, load_hub, local_weights, mlx_tensors, save_hub, weight_map
+from trainer_gpu.convert import hub_shapes, load_hub, mlx_tensors, save_hub, weight_map
 from trainer_gpu.model import build_model, read_model_config
+from trainer_gpu.weights import local_weights
 
 
 @pytest.mark.parametrize("family", ["moe", "dense"])
@@ -78,7 +79,7 @@ def test_mlx_tensors_have_the_names_and_shapes_of_the_wire(family: str, request:
 def test_mlx_tensors_of_masters_are_the_masters(moe_folder: Path) -> None:
     config, model = load(moe_folder, torch.bfloat16)
     _, exact = load(moe_folder)
-    masters = {name: p.detach() for name, p in exact.named_parameters()}
+    masters = local_weights(exact)
     expected = dict(mlx_tensors(exact, config))
     ours = dict(mlx_tensors(model, config, masters))
     assert ours.keys() == expected.keys()

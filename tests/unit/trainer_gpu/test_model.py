@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from stoa.contracts.errors import LayoutError
 from tests.unit.trainer_gpu.checkpoints import SEQ_LENS, VOCAB, load
-from trainer_gpu.convert import local_weights, mlx_tensors, to_hub, weight_map
+from trainer_gpu.convert import mlx_tensors, to_hub, weight_map
 from trainer_gpu.model import forward_packed, recorded_routing, replayed_routing, token_logprobs_packed
+from trainer_gpu.weights import by_weight, local_weights
 
 
 def hub_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -86,7 +87,7 @@ def test_gradients_of_every_tensor_equal_those_of_transformers(family: str, requ
     config, model = load(request.getfixturevalue(f"{family}_folder"))
     logprobs, _ = token_logprobs_packed(model, ids, SEQ_LENS)
     (-logprobs.sum() / len(ids)).backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
+    grads = by_weight({name: p.grad for name, p in model.named_parameters()})
     ours = {
         name: part
         for weight in weight_map(config)

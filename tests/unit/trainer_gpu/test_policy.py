@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from stoa.config.run import Learning
+from stoa.bucket.store import Store
+from stoa.config.run import Bucket, Learning
 from stoa.contracts.errors import CheckpointError, LayoutError
 from stoa.weights.layout import layout_of
+from tests.servers import CREDENTIALS
 from tests.unit.trainer_gpu.player import POLICY
+from trainer_gpu.checkpoint import Part, capture_rng
 from trainer_gpu.model import read_model_config
 from trainer_gpu.policy import Policy
 from trainer_gpu.publish import host_tensors
@@ -51,16 +54,16 @@ def test_base_and_saved_state_replace_the_policy_whole() -> None:
     assert any(not torch.equal(saved[name], base[name]) for name in base)
     made.load_base()
     assert all(torch.equal(tensor, base[name]) for name, tensor in made.state().items())
-    made.restore(saved, saved.items())
+    made.trainable.load_state(saved.items())
     assert all(torch.equal(tensor, saved[name]) for name, tensor in made.state().items())
 
 
 def test_state_of_another_architecture_changes_nothing() -> None:
     made = policy()
     before = {name: tensor.clone() for name, tensor in made.state().items()}
-    torn = dict(list(before.items())[1:])
-    with pytest.raises(CheckpointError):
-        made.restore(torn, torn.items())
+    part = Part("part-0000.safetensors", "nowhere", "", 0, tuple(before)[1:])
+    with pytest.raises(CheckpointError, match="lacks 1 tensors"):
+        made.restore_parts(Store(Bucket(), CREDENTIALS), [part], capture_rng())
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.state().items())
 
 

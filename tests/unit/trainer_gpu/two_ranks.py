@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -96,6 +97,14 @@ def planted(line: crew.Line, fault: str) -> None:
     os._exit(7 if lost.wait(40) and leader.is_lost else 0)
 
 
+def end_at_once(*seen) -> None:
+    """Threads of an engine that failed must not keep the process, and with it the other rank."""
+    traceback.print_exception(*seen)
+    sys.stderr.flush()
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    signal.alarm(110)
+    signal.alarm(140)
+    sys.excepthook = end_at_once
     main(Path(sys.argv[1]), Path(sys.argv[2]))
