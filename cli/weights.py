@@ -182,8 +182,11 @@ def difference(store: Store, document: RunDocument, base: int, version: int, fol
     return _difference(layout, base, version, num_bytes, positions, differences, len(groups), raw)
 
 
-def collect(store: Store, document: RunDocument, sessions: Sequence[SessionStatus], *, grace_seconds: float, dry_run: bool) -> Pass:
-    """One pass of retention; the versions that live sessions serve are kept, with all that leads on from them."""
+def collect(store: Store, document: RunDocument, sessions: Sequence[SessionStatus], *, grace_seconds: float | None, dry_run: bool) -> Pass:
+    """One pass of retention; the versions that live sessions serve are kept, with all that leads on from them.
+
+    grace_seconds: None for the run's own.
+    """
     now = time.time()
     leases = [Lease(s.host, s.version, now + LEASE_SECONDS) for s in sessions if s.state != "ended" and s.version >= 0]
     return clear(store, document, leases, policy_of(document, grace_seconds=grace_seconds), now=now, dry_run=dry_run)

@@ -19,6 +19,7 @@ from stoa.bucket.head import Head
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
 from stoa.contracts.errors import DigestError, FormatError, ObjectMissingError, StoaError, WeightsError
+from stoa.weights.cache import MAX_BYTES
 from stoa.weights.sync import Puller, Staged
 from worker_mac.decoder import check_batching
 from worker_mac.model import Model
@@ -57,9 +58,11 @@ class Pulled:
 class Versions:
     """Weights of one run on this Mac. All but `run_state` is for the engine's thread only."""
 
-    def __init__(self, store: Store, document: RunDocument, model_config: Mapping[str, object], folder: Path) -> None:
+    def __init__(
+        self, store: Store, document: RunDocument, model_config: Mapping[str, object], folder: Path, *, cache_bytes: int = MAX_BYTES
+    ) -> None:
         self._config = read_model_config(model_config)
-        self._puller = Puller(store, document, folder)
+        self._puller = Puller(store, document, folder, cache_bytes=cache_bytes)
         self._served: Served | None = None
         self._memory: tuple[LiveWeights, Model] | None = None
         """The one place for live weights; what is in it is worth something while `_served` says so."""

@@ -128,7 +128,7 @@ def gc(
     /,
     *,
     dry_run: Annotated[bool, Parameter(help="Say what would be announced and deleted; change nothing.")] = False,
-    grace_hours: Annotated[float, Parameter(help="How long an object must have been announced before it goes.")] = 24.0,
+    grace_hours: Annotated[float | None, Parameter(help="How long an object must have been announced; by default the run's.")] = None,
     config: Servers = None,
     as_json: AsJson = False,
 ) -> None:
@@ -137,8 +137,9 @@ def gc(
     from cli.weights import collect
     from stoa.contracts.errors import ServiceError, UsageError
 
-    if not grace_hours >= 0:
+    if grace_hours is not None and not grace_hours >= 0:
         raise UsageError(f"--grace-hours {grace_hours}: not a duration", hint="name hours, 0 or more")
+    grace_seconds = None if grace_hours is None else 3600 * grace_hours
     with find_run(run, config) as found:
         try:
             hosts = tuple(member.host for member in found.control.fleet(run))
@@ -148,7 +149,7 @@ def gc(
                 raise
             say.talk(f"which Macs read what is not known ({problem.message}): only what the bucket says counts here")
             sessions = ()
-        result = collect(found.store, found.document, sessions, grace_seconds=3600 * grace_hours, dry_run=dry_run)
+        result = collect(found.store, found.document, sessions, grace_seconds=grace_seconds, dry_run=dry_run)
     going = {item.key for item in result.due}
     waiting = [item for item in result.verdict.unneeded if item.key not in going]
     if as_json:

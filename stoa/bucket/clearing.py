@@ -49,13 +49,15 @@ class Pass:
 _NOTICE = TypeAdapter(Notice)
 
 
-def policy_of(document: RunDocument, *, grace_seconds: float = Policy.grace_seconds) -> Policy:
-    """The policy of a run's settings."""
-    config = document.config
+def policy_of(document: RunDocument, *, grace_seconds: float | None = None) -> Policy:
+    """The policy of a run's settings; `grace_seconds`: another grace than theirs."""
+    config, kept = document.config, document.config.retention
     return Policy(
+        num_anchors=kept.anchors,
         num_checkpoints=config.publish.keep_checkpoints,
         staleness_versions=config.learning.max_staleness_hard,
-        grace_seconds=grace_seconds,
+        extra_group_versions=kept.group_versions,
+        grace_seconds=3600 * kept.grace_hours if grace_seconds is None else grace_seconds,
     )
 
 

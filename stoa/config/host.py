@@ -56,6 +56,8 @@ class MacHost(Section):
     """Budget of a calendar month, sent and received together; 0 for none."""
     spool_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 50)] = 2 << 30
     """Finished groups that wait for the network may take this much disk; no new ones are played beyond it."""
+    cache_bytes: Annotated[int, Field(ge=0, le=1 << 50)] = 24_000_000_000
+    """Weights kept on disk so that joining again downloads little; the newest anchor and what follows it stay in any case."""
     free_disk_bytes: Count = 5_000_000_000
     """While the disk has less than this free, no new groups are played."""
     unload_minutes: Annotated[float, Field(ge=0.0, le=10_080.0)] = 10.0

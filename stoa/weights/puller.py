@@ -25,7 +25,7 @@ from stoa.contracts.errors import (
     WrongBaseError,
     WrongStateError,
 )
-from stoa.weights.cache import Cache, Needed
+from stoa.weights.cache import MAX_BYTES, Cache, Needed
 from stoa.weights.chain import Hop, Plan
 from stoa.weights.container import MAX_INDEX_BYTES, decode_index
 from stoa.weights.history import Doubts, Fetch, by_any_way, layout_of_run, manifest_of, read_hop, rebuild, walk, way_to
@@ -60,13 +60,13 @@ class Staged:
 class Puller:
     """Brings a run's weights to this machine; `folder` is its own cache. One thread at a time."""
 
-    def __init__(self, store: Store, document: RunDocument, folder: Path) -> None:
-        """Raises LayoutError if the run's weights are not of a layout this program makes."""
+    def __init__(self, store: Store, document: RunDocument, folder: Path, *, cache_bytes: int = MAX_BYTES) -> None:
+        """`cache_bytes`: see `Cache`. Raises LayoutError if the run's weights are not of a layout this program makes."""
         self._store = store
         self._document = document
         self._folder = folder
         self.layout: Layout = layout_of_run(store, document)
-        self._cache = Cache(store, document.run, folder, self.layout)
+        self._cache = Cache(store, document.run, folder, self.layout, max_bytes=cache_bytes)
         folder.mkdir(parents=True, exist_ok=True)
         self._mark_lock = threading.Lock()
         self._mark = self._mark_at_start = self._read_mark()

@@ -1,6 +1,7 @@
 """`stoa weights`: tells what is in the bucket, finds every damaged object, says what changed, clears only after the grace."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -109,6 +110,24 @@ def test_run_that_is_not_there_or_has_no_version_is_told(small: SmallRun, store,
     for command in ("ls", "verify"):
         assert stoa(["weights", command, "empty"]) == Exit.FAILED
         assert "no version yet" in capsys.readouterr().err
+
+
+def test_gc_takes_the_grace_that_the_run_was_started_with(small: SmallRun):
+    from dataclasses import replace
+
+    from cli.weights import collect
+    from stoa.config.run import Retention
+
+    small.publish_many(8, anchor_every=4)
+    passes = []
+    for hours in (1.0, 0.0, 0.0):
+        config = small.document.config.model_copy(update={"retention": Retention(grace_hours=hours)})
+        passes.append(collect(small.store, replace(small.document, config=config), [], grace_seconds=None, dry_run=len(passes) == 1))
+        time.sleep(1.1)  # notices are named by the second
+    announced = {item.key for item in passes[0].verdict.unneeded}
+    assert announced
+    assert [len(found.due) for found in passes] == [0, len(announced), len(announced)]
+    assert not announced & {item.key for item in small.store.list("")}
 
 
 def test_gc_keeps_what_a_live_mac_goes_on_from_and_not_what_one_that_left_did(small: SmallRun):

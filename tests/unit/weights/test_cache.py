@@ -58,6 +58,19 @@ def test_puller_keeps_two_anchors_and_with_a_small_cap_one(store, tmp_path):
     assert Puller(store, run.document, tmp_path / "mac").join(run.head).state_id() == run.publisher.mirror.state_id()
 
 
+def test_cap_of_the_owner_is_kept_after_each_join_and_the_newest_way_in_any_case(store, tmp_path):
+    run = SmallRun(store, tmp_path)
+    run.publish_many(5, anchor_every=3)
+    kept = {1 << 40: {0, 3}, 0: {3}}
+    pullers = {cap: Puller(store, run.document, tmp_path / f"mac-{cap}", cache_bytes=cap) for cap in kept}
+    for puller in pullers.values():
+        puller.build(run.head, 0)
+    store.delete([item.key for item in store.list(f"{keys.root('small')}deltas/") if keys.parse_delta(item.key).base < 3])
+    for cap, puller in pullers.items():
+        assert puller.join(run.head).state_id() == run.publisher.mirror.state_id()
+        assert {int(path.name) for path in (tmp_path / f"mac-{cap}" / "anchors").iterdir()} == kept[cap]
+
+
 def test_object_that_cannot_be_had_is_blamed_and_the_others_come(store, tmp_path):
     run = SmallRun(store, tmp_path)
     run.publish_many(3, anchor_every=9)

@@ -1,14 +1,16 @@
 """Passes of retention over a real bucket, with readers in the middle of a download: theirs stays, or they plan anew."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from stoa.bucket import keys
 from stoa.bucket.clearing import clear, policy_of
 from stoa.bucket.head import read_head
-from stoa.bucket.retention import Lease
+from stoa.bucket.retention import Lease, Policy
 from stoa.bucket.store import RangeReply, Store
+from stoa.config.run import Publish, Retention
 from stoa.contracts.errors import ObjectMissingError
 from stoa.weights.sync import Puller
 from tests.servers import CREDENTIALS
@@ -34,6 +36,16 @@ def passes(run: SmallRun, leases: list[Lease], times: tuple[float, ...], grace_s
     """Passes at these moments; returns how many objects went."""
     policy = policy_of(run.document, grace_seconds=grace_seconds)
     return sum(len(clear(run.store, run.document, leases, policy, now=now).due) for now in times)
+
+
+def test_policy_is_what_the_run_was_started_with(store, tmp_path):
+    run = SmallRun(store, tmp_path)
+    assert policy_of(run.document) == Policy()
+    kept = Retention(grace_hours=0.5, anchors=3, group_versions=1)
+    config = run.document.config.model_copy(update={"retention": kept, "publish": Publish(keep_checkpoints=4)})
+    found = policy_of(replace(run.document, config=config))
+    assert found == Policy(num_anchors=3, num_checkpoints=4, extra_group_versions=1, grace_seconds=1800.0)
+    assert policy_of(replace(run.document, config=config), grace_seconds=7.0).grace_seconds == 7.0
 
 
 def reader(run: SmallRun, paused: Paused, folder) -> tuple[threading.Thread, list[object]]:
