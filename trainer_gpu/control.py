@@ -20,11 +20,12 @@ import structlog
 from temporalio.client import Client
 from temporalio.worker import Worker
 
+from activities.codec import TicketCodec
 from activities.connection import connect_forever, make_runtime, make_worker, supervise
 from activities.evaluate import EvaluationActivities
 from activities.fleet import FleetActivities
 from activities.grants import GrantActivities
-from stoa.config.load import load_run
+from stoa.config.load import load_run, temporal_access
 from stoa.config.run import RunConfig
 from stoa.contracts import names
 from stoa.contracts.errors import RunMissingError, ServiceUnavailableError, SetupMissingError, StoaError, UsageError
@@ -75,9 +76,10 @@ class _Control:
             return
         temporal = self._config.temporal
         runtime = make_runtime(WORKER_HEARTBEAT_SECONDS)
+        access, codec = temporal_access(temporal), TicketCodec(desk.seal_key_of, opens=False)
 
         async def connected(namespace: str) -> Client:
-            return await connect_forever(temporal.address, namespace, on_wait=self._say, runtime=runtime)
+            return await connect_forever(temporal.address, namespace, access=access, codec=codec, on_wait=self._say, runtime=runtime)
 
         core = await connected(temporal.namespace_core)
         mac = core if temporal.namespace_mac == temporal.namespace_core else await connected(temporal.namespace_mac)
@@ -116,7 +118,7 @@ class _Control:
                 await asyncio.sleep(POLL_SECONDS)
                 continue
             store.patience_seconds = PATIENCE_SECONDS
-            return await asyncio.to_thread(open_desk, handle)
+            return await asyncio.to_thread(open_desk, handle, self._config)
         return None
 
     def _say(self, error: StoaError, _wait_seconds: float) -> None:

@@ -5,9 +5,16 @@
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from stoa.bucket.head import HeadWriter, read_head
+from stoa.bucket.invite import seal_key
+from stoa.bucket.revocations import Revoked
+from stoa.bucket.tickets import Mint
+from stoa.config.load import bucket_credentials
+from stoa.config.run import RunConfig
 from stoa.contracts.errors import FormatError
 from stoa.contracts.messages import HeadStateRequest, HeadStateResult
 from stoa.contracts.ports import Progress
@@ -17,6 +24,7 @@ from trainer_gpu.run_handle import RunHandle
 from trainer_gpu.versions import KnownVersions
 
 _VERSIONS_KEPT = 1000
+_KEYS_KEPT = 10_000
 
 
 class StateKeeper:
@@ -50,11 +58,15 @@ class Desk:
     granter: GrantKeeper
     examiner: Examiner
     keeper: StateKeeper
+    seal_key_of: Callable[[str], bytes]
+    """Id of an invitation -> the key that seals its tickets."""
 
 
-def open_desk(handle: RunHandle) -> Desk:
-    """The engines of one run."""
+def open_desk(handle: RunHandle, here: RunConfig) -> Desk:
+    """The engines of one run. `here`: this host's configuration, which says how Macs reach the bucket."""
     config, store, public_key = handle.config, handle.store, handle.signer.public_key
+    bucket = here.bucket
+    mint = Mint(handle.run, bucket_credentials(bucket), here.macs.bucket_endpoint or bucket.endpoint, bucket.name, bucket.region)
     versions = KnownVersions(store, handle.run, public_key, window=_VERSIONS_KEPT)
 
     def known(version: int) -> str | None:
@@ -65,7 +77,8 @@ def open_desk(handle: RunHandle) -> Desk:
     vocab_size = int(json.loads((handle.model_folder / "config.json").read_bytes())["vocab_size"])
     questions = handle.environment.question_ids("train")
     return Desk(
-        GrantKeeper(store, config, public_key, questions),
+        GrantKeeper(store, config, public_key, questions, tickets=(mint, Revoked(store, handle.run, public_key))),
         Examiner(store, config, handle.environment, vocab_size=vocab_size, known=known),
         StateKeeper(handle),
+        lru_cache(maxsize=_KEYS_KEPT)(lambda invite: seal_key(handle.signer.seed, handle.run, invite)),
     )

@@ -14,14 +14,17 @@ import structlog
 from stoa.bucket import keys
 from stoa.bucket.head import Head, poll_head
 from stoa.bucket.keys import GroupKey
+from stoa.bucket.revocations import Revoked
 from stoa.bucket.steps import StepManifest, lineage, read_drop_notes, read_step
 from stoa.bucket.store import Store
+from stoa.bucket.tickets import Mint
 from stoa.config.run import RunConfig
 from stoa.contracts.errors import FormatError, ObjectMissingError
 from stoa.contracts.fleet_messages import Grant, GrantRequest, WaitsFor
 from stoa.contracts.ports import Progress
 from stoa.learning.ledger import AdmissionRule, Decision, Facts, GrantRecord, QuestionOrder, decide, outstanding
 from trainer_gpu.grant_book import MAX_AHEAD, GrantBook
+from trainer_gpu.tickets import TicketCounter
 
 REFRESH_SECONDS = 0.3
 IDLE_SECONDS = 10.0
@@ -60,9 +63,13 @@ class GrantKeeper:
         public_key: str,
         question_ids: Sequence[str],
         *,
+        tickets: tuple[Mint, Revoked] | None = None,
         refresh_seconds: float = REFRESH_SECONDS,
     ) -> None:
-        """`question_ids`: all training questions of the environment. `refresh_seconds`: age up to which facts are used again."""
+        """`question_ids`: all training questions of the environment. `refresh_seconds`: age up to which facts are used again.
+
+        tickets: for a run to which Macs may be invited.
+        """
         self._store = store
         self._run = config.run
         self._public_key = public_key
@@ -77,6 +84,7 @@ class GrantKeeper:
         )
         self._order = QuestionOrder(question_ids, config.seed)
         self._book = GrantBook(store, config.run)
+        self._tickets = None if tickets is None else self._counter(config, *tickets)
         self._grants: dict[tuple[str, int], GrantRecord] = {}
         self._head: Head | None = None
         self._etag = ""
@@ -90,17 +98,39 @@ class GrantKeeper:
         self._fresh_until = 0.0
         self._lock = threading.Lock()
 
+    def _counter(self, config: RunConfig, mint: Mint, revoked: Revoked) -> TicketCounter:
+        def is_granted(slot: GroupKey) -> bool:
+            return self._book.question_of(slot) is not None
+
+        return TicketCounter(config.run, mint, revoked, is_granted, max_staleness_hard=config.learning.max_staleness_hard)
+
     def grant(self, request: GrantRequest, progress: Progress) -> Grant:
         """See `ports.Granter`. An empty grant says what it waits for. Raises FormatError for a request of another run."""
         if request.run != self._run:
             raise FormatError(f"this control process serves run {self._run}, not {request.run}")
         with self._lock:
-            self._away.discard(request.host)
-            self._ended_before[request.host] = max(self._ended_before.get(request.host, 0), request.ended_before)
-            answer = self._answer(request)
-            self._note_idle(request, answer)
+            answer = self._refused(request) or self._granted(request)
         progress.report(answer.reason or f"granted {len(answer.question_ids)} groups", version=self._head.version if self._head else -1)
         return answer
+
+    def _granted(self, request: GrantRequest) -> Grant:
+        self._away.discard(request.host)
+        if request.evaluation and self._tickets is not None:
+            return self._tickets.part_ticket(request)
+        self._ended_before[request.host] = max(self._ended_before.get(request.host, 0), request.ended_before)
+        answer = self._answer(request)
+        self._note_idle(request, answer)
+        if self._tickets is not None and self._head is not None and answer.newest_sweep < 0:
+            answer = self._tickets.with_tickets(request, answer, self._head.version, self._arrived)
+        return answer
+
+    def _refused(self, request: GrantRequest) -> Grant | None:
+        """What a Mac is told that may not take part: to it the run has stopped, so that its session ends after a while."""
+        reason = self._tickets.refusal(request) if self._tickets is not None else None
+        if reason is None:
+            return None
+        self._away.add(request.host)
+        return replace(self._empty(request, reason), run_state="stopped")
 
     def on_the_way(self) -> tuple[int, int]:
         """See `ports.Granter`."""
@@ -216,8 +246,12 @@ class GrantKeeper:
             self._noted |= {keys.parse_group(key) for key in group_keys}
         self._noted = {key for key in self._noted if key.version >= oldest}
         start_after = keys.groups_of_version(self._run, oldest)
-        arrived = (found.key for found in self._store.list(keys.groups_prefix(self._run), start_after))
-        self._arrived = {named for _, named in keys.ours(arrived, keys.parse_group)}
+        sizes = {found.key: found.num_bytes for found in self._store.list(keys.groups_prefix(self._run), start_after)}
+        arrived = dict(keys.ours(sizes, keys.parse_group))
+        self._arrived = set(arrived.values())
+        if self._tickets is not None:
+            for key, named in arrived.items():
+                self._tickets.note_size(named, sizes[key])
         self._fresh_until = time.monotonic() + self._refresh_seconds
         return head
 
