@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from trainer_gpu import host
 
-BLOCK = 1 << 24
+BLOCK = 1 << 22
 """Elements that are worked on at once where the state is not where or as the update wants it."""
 
 
@@ -47,7 +47,9 @@ class Adam:
         self.num_steps = 0
         self._betas, self._eps = betas, eps
         place = torch.device("cpu") if on_host else host.device()
-        self._in_blocks = moment_dtype != torch.float32 or place != host.device()
+        self._in_blocks = on_host or moment_dtype != torch.float32
+        self._gradients = torch.empty(BLOCK if on_host else 0, pin_memory=on_host and host.HAS_CUDA)
+        """A block of gradients on their way to the host."""
         self._pieces: dict[torch.Tensor, Piece] = {}
         for group in param_groups:
             for weight in group["params"]:
@@ -89,9 +91,11 @@ class Adam:
 
     def _step_block(self, group: dict[str, Any], piece: Piece, grad: torch.Tensor, rows: slice) -> None:
         """The update of a block [C] of one piece, where its state is, in fp32."""
-        master = piece.master[rows]
+        master, slope = piece.master[rows], grad[rows]
+        if len(self._gradients):
+            slope = self._gradients[: len(slope)].copy_(slope)
         moments = [moment[rows].float() for moment in (piece.exp_avg, piece.exp_avg_sq)]
-        self._update(group, [master], [grad[rows].to(master.device, torch.float32)], [moments[0]], [moments[1]])
+        self._update(group, [master], [slope.float()], [moments[0]], [moments[1]])
         for kept, moment in zip((piece.exp_avg, piece.exp_avg_sq), moments, strict=True):
             kept[rows].copy_(moment)
         piece.weight[rows].copy_(master)

@@ -157,4 +157,6 @@ class Policy:
             eps=learning.epsilon,
             weight_decay=learning.weight_decay,
             clip_grad=learning.grad_clip,
+            moment_dtype=getattr(torch, learning.moment_dtype),
+            on_host=learning.optimizer_on_host,
         )

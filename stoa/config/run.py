@@ -46,6 +46,8 @@ Scalar = str | int | float | bool
 DAY_SECONDS = 86_400.0
 MAX_COUNT = 99_999_999
 """Largest version or step: their numbers have eight digits in keys."""
+MAX_BETA2_BFLOAT16 = 0.99
+"""Above 1 - 2 ** -8 a bf16 second moment can never fall; here it follows within a fifth of the gradient's scale."""
 
 
 _Section = TypeVar("_Section", bound="Section")
@@ -191,10 +193,21 @@ class Learning(Section):
     """Threads of the trainer on a CPU host; 0 leaves it to torch."""
     expert_parallel: Annotated[int, Field(ge=0, le=4096)] = 0
     """Processes of the trainer that share one set of experts; 0: as many as divide both processes and experts."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of Adam's moments between steps: bfloat16 saves 4 bytes a parameter and needs a beta2 of at most 0.99."""
+    optimizer_on_host: bool = False
+    """Keep fp32 masters and Adam's moments in the host's memory, and update there: saves 12 bytes a parameter on the GPUs."""
     gate: Gate = Field(default_factory=Gate)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.moment_dtype == "bfloat16" and self.beta2 > MAX_BETA2_BFLOAT16:
+            raise PydanticCustomError(
+                "moments",
+                "moment_dtype = bfloat16 with beta2 = {beta2}: a second moment that changes by less than {least} a step is rounded"
+                " back and stays; at most {most} works",
+                {"beta2": self.beta2, "least": "1/256", "most": MAX_BETA2_BFLOAT16},
+            )
         return not_above(self, "max_staleness", "max_staleness_hard")
 
 
