@@ -4,15 +4,39 @@ Events say what has happened (an activity's result or failure, a signal, an upda
 decided in `plan`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import singledispatch
 from typing import Final
 
 from stoa.contracts.evaluation_messages import EvaluationResult, MacList
 from stoa.contracts.fleet_messages import FleetEvent, Released
-from stoa.contracts.messages import Acquired, Checkpointed, HeadStateResult, Published, RunInput, StepResult
-from workflows.plan import MAX_OPEN_EVALUATIONS, end_reason
-from workflows.state import Evaluation, Member, RunProgress
+from stoa.contracts.messages import (
+    Acquired,
+    AnchorCadence,
+    Checkpointed,
+    HeadStateResult,
+    Published,
+    RunInput,
+    StepResult,
+    VersionFacts,
+)
+from workflows import anchors, fleet
+from workflows.costs import lease_ended
+from workflows.events import (
+    Asked,
+    CensusTaken,
+    Decided,
+    DeskFailed,
+    EvaluationLost,
+    EvaluationOpened,
+    Event,
+    Interrupted,
+    Told,
+    TrainerFailed,
+    VersionPublished,
+)
+from workflows.plan import MAX_OPEN_EVALUATIONS, drained_reason, end_reason
+from workflows.state import Evaluation, RunProgress
 
 MAX_FAILURES: Final = 5
 """Trainer failures in a row after which the run pauses and waits for a person."""
@@ -21,84 +45,9 @@ DESK_HOLD_SECONDS: Final = 10.0
 SHORT_WAIT_SECONDS: Final = 1.0
 STARVED_HOLD_SECONDS: Final = 5.0
 MAX_RESULTS: Final = 20
-MAX_MEMBERS: Final = 2000
+MAX_VERSIONS: Final = 200
 MAX_TEXT: Final = 300
 LEASE_ERRORS: Final = frozenset({"FencedError", "LostStateError"})
-
-
-@dataclass(frozen=True)
-class TrainerFailed:
-    """A trainer activity failed for good: by an error of type `kind` (`timeout` for a lost one)."""
-
-    command: str
-    kind: str
-    message: str
-    hopeless: bool
-    """Trying again cannot help."""
-
-
-@dataclass(frozen=True)
-class Interrupted:
-    """A trainer activity was cancelled and gave up, with nothing done."""
-
-
-@dataclass(frozen=True)
-class DeskFailed:
-    """A control activity failed after all its attempts."""
-
-    command: str
-    message: str
-
-
-@dataclass(frozen=True)
-class EvaluationOpened:
-    """An evaluation runs now."""
-
-    evaluation: Evaluation
-
-
-@dataclass(frozen=True)
-class EvaluationLost:
-    """An evaluation will bring no result."""
-
-    evaluation: Evaluation
-    reason: str
-
-
-@dataclass(frozen=True)
-class VersionPublished:
-    """The trainer published; `checkpoint` tells whether it saved itself with it."""
-
-    published: Published
-    checkpoint: bool
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A person asks."""
-
-    what: str
-    """pause, resume or stop."""
-    reason: str
-
-
-Event = (
-    Acquired
-    | StepResult
-    | VersionPublished
-    | Checkpointed
-    | TrainerFailed
-    | Interrupted
-    | HeadStateResult
-    | MacList
-    | FleetEvent
-    | EvaluationOpened
-    | EvaluationLost
-    | EvaluationResult
-    | Released
-    | DeskFailed
-    | Asked
-)
 
 
 @singledispatch
@@ -121,7 +70,11 @@ def _(event: Acquired, state: RunProgress, rules: RunInput, now: float) -> RunPr
         version=event.version,
         head_state=event.head_state,
         starved_reason="",
+        num_gpus=event.num_gpus,
+        gpu_since=now,
+        anchored_version=max(state.anchored_version, event.anchor_version),
     )
+    after = _with_version(_fed(after), VersionFacts(event.version, event.step, now, has_anchor=event.anchor_version == event.version))
     # Step 0 means that nothing was trained yet: these weights are the base that the run is measured against.
     if event.step == 0 and state.full_version < 0 and rules.evaluation.num_questions_final and not state.hurried:
         first = Evaluation(f"v{event.version}-first", event.version, rules.evaluation.num_questions_final)
@@ -131,14 +84,12 @@ def _(event: Acquired, state: RunProgress, rules: RunInput, now: float) -> RunPr
 
 @apply.register
 def _(event: StepResult, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
+    for suspect in event.suspects:
+        state = fleet.on_decision(state, Decided(suspect.host, "quarantined", f"by the trainer: {suspect.reason}"))
     if event.status != "done":
-        # A trainer that did not wait by itself would otherwise be asked in a tight loop.
-        hold_seconds = STARVED_HOLD_SECONDS if event.wait_seconds < SHORT_WAIT_SECONDS else 0.0
-        # Once a version: a fleet that is merely gone for hours must not cost an anchor each time the wait ends.
-        anchor_wanted = event.status == "starved" and state.anchored_version < state.version
-        return replace(state, starved_reason=event.reason[:MAX_TEXT], anchor_wanted=anchor_wanted, trainer_hold_until=now + hold_seconds)
+        return _starved(event, state, rules, now)
     after = replace(
-        state,
+        _fed(state),
         step=event.step,
         reward_mean=event.reward_mean,
         starved_reason="",
@@ -146,7 +97,38 @@ def _(event: StepResult, state: RunProgress, rules: RunInput, now: float) -> Run
         num_failures=0,
         trainer_hold_until=0.0,
     )
-    return _paused(after, f"alarm at step {event.step}: {event.alarm}") if event.alarm else after
+    if not event.alarm:
+        return after
+    text = f"alarm at step {event.step}: {event.alarm}"
+    if rules.stop.on_alarm and not state.ending:
+        return replace(after, ending=True, reason=text[:MAX_TEXT])
+    return _paused(after, text)
+
+
+def _fed(state: RunProgress) -> RunProgress:
+    """The next step has waited for nothing yet."""
+    return replace(state, num_missing=0, oldest_version=-1, starving_since=0.0, starved_seconds=0.0, drain_look=False)
+
+
+def _starved(event: StepResult, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
+    # A trainer that did not wait by itself would otherwise be asked in a tight loop.
+    hold_seconds = STARVED_HOLD_SECONDS if event.wait_seconds < SHORT_WAIT_SECONDS else 0.0
+    waited_seconds = state.starved_seconds + event.wait_seconds
+    # Asked in parts, so that the run can say how many are missing: all parts together are one wait.
+    is_whole = not rules.groups_per_step or waited_seconds >= rules.starved_seconds
+    # Once a version: a fleet that is merely gone for hours must not cost an anchor each time the wait ends.
+    anchor_wanted = event.status == "starved" and is_whole and state.anchored_version < state.version
+    return replace(
+        state,
+        starved_reason=event.reason[:MAX_TEXT],
+        anchor_wanted=anchor_wanted,
+        trainer_hold_until=now + hold_seconds,
+        num_missing=event.num_missing,
+        oldest_version=event.oldest_version,
+        starving_since=state.starving_since or now - event.wait_seconds,
+        starved_seconds=0.0 if is_whole else waited_seconds,
+        drain_look=state.draining,
+    )
 
 
 @apply.register
@@ -161,7 +143,12 @@ def _(event: VersionPublished, state: RunProgress, rules: RunInput, now: float) 
         anchored_version=version if event.published.anchor_bytes else state.anchored_version,
         anchor_wanted=False,
         num_failures=0,
+        joins_a_version=anchors.mean_joins(state),
+        num_joins=0,
+        weights_bytes=event.published.anchor_bytes or state.weights_bytes,
+        delta_bytes=event.published.arrived_delta_bytes or event.published.delta_bytes or state.delta_bytes,
     )
+    after = _with_version(_arrived(after, event.published), _facts(event.published, state.reward_mean, now))
     plan = rules.evaluation
     is_due = plan.every_versions > 0 and version % plan.every_versions == 0
     has_room = len(after.wanted) + len(after.opened) < MAX_OPEN_EVALUATIONS
@@ -169,6 +156,34 @@ def _(event: VersionPublished, state: RunProgress, rules: RunInput, now: float) 
         wanted = Evaluation(f"v{version}-every", version, plan.num_questions)
         after = replace(after, wanted=(*after.wanted, wanted))
     return after
+
+
+def _facts(published: Published, reward_mean: float, now: float) -> VersionFacts:
+    return VersionFacts(
+        published.version,
+        published.step,
+        round(now, 3),
+        reward_mean=round(reward_mean, 4),
+        delta_bytes=published.delta_bytes,
+        has_anchor=bool(published.anchor_bytes),
+    )
+
+
+def _arrived(state: RunProgress, published: Published) -> RunProgress:
+    """A version's size is known once it has arrived, which the next one tells."""
+    return replace(
+        state,
+        versions=tuple(
+            replace(row, delta_bytes=published.arrived_delta_bytes) if row.version == published.arrived_version else row
+            for row in state.versions
+        ),
+    )
+
+
+def _with_version(state: RunProgress, facts: VersionFacts) -> RunProgress:
+    if any(row.version == facts.version for row in state.versions):
+        return state
+    return replace(state, versions=(*state.versions, facts)[-MAX_VERSIONS:], num_versions=state.num_versions + 1)
 
 
 @apply.register
@@ -183,7 +198,7 @@ def _(event: TrainerFailed, state: RunProgress, rules: RunInput, now: float) -> 
     hold_seconds = 0.0 if num_failures == 1 else min(2.0 ** (num_failures - 1), MAX_HOLD_SECONDS)
     # Whoever held the lease may be gone or hold other weights: what counts again is what HEAD names.
     after = replace(
-        state,
+        lease_ended(_fed(state), now),
         token=0,
         owner="",
         queue="",
@@ -212,28 +227,35 @@ def _(event: HeadStateResult, state: RunProgress, rules: RunInput, now: float) -
 
 @apply.register
 def _(event: MacList, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
-    known = {member.host for member in state.members}
-    found = tuple(Member(host) for host in event.hosts if host not in known)
-    after = _with_members(state, (*state.members, *found), now)
+    after = fleet.on_found(state, event.hosts, now)
     return replace(after, fleet_known=not event.next_host, fleet_cursor=event.next_host)
 
 
 @apply.register
 def _(event: FleetEvent, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
-    others = tuple(member for member in state.members if member.host != event.host)
-    if event.event == "joined":
-        others = (*others, Member(event.host, event.sweep, event.place[:48]))
-    return _with_members(state, others, now)
+    return fleet.on_event(state, event, now)
 
 
-def _with_members(state: RunProgress, members: tuple[Member, ...], now: float) -> RunProgress:
-    members = members[-MAX_MEMBERS:]
-    emptied = bool(state.members) and not members
-    return replace(
-        state,
-        members=tuple(sorted(members, key=lambda member: member.host)),
-        empty_since=now if emptied else state.empty_since,
-    )
+@apply.register
+def _(event: CensusTaken, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
+    after = replace(fleet.on_census(state, event, now), drain_look=False)
+    reason = drained_reason(after, rules, event.census, now)
+    return replace(after, ending=True, reason=reason) if reason else after
+
+
+@apply.register
+def _(event: Decided, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
+    return fleet.on_decision(state, event)
+
+
+@apply.register
+def _(event: Told, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
+    return replace(state, untold=tuple(host for host in state.untold if host != event.host))
+
+
+@apply.register
+def _(event: AnchorCadence, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
+    return replace(state, anchor_every=event.every_versions, anchor_by_join_cost=event.by_join_cost)
 
 
 @apply.register
@@ -268,17 +290,21 @@ def _(event: EvaluationLost, state: RunProgress, rules: RunInput, now: float) ->
 @apply.register
 def _(event: EvaluationResult, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
     after = _with_result(state, event)
-    target = rules.stop.target_pass_at_1
-    if target and not event.error and event.pass_at_1 >= target and not state.ending:
-        return replace(after, ending=True, reason=f"pass@1 has reached {target:g}")
+    target, lower = rules.stop.target_pass_at_1, event.interval_95[0]
+    if target and not event.error and lower >= target and not state.ending:
+        return replace(after, ending=True, reason=f"pass@1 has reached {target:g}: at least {lower:.3f} at version {event.version}")
     return after
 
 
 def _with_result(state: RunProgress, result: EvaluationResult) -> RunProgress:
     others = tuple(known for known in state.results if known.evaluation != result.evaluation)
     results = tuple(sorted((*others, result), key=lambda known: (known.version, known.num_questions)))
+    versions = state.versions
+    if not result.error:
+        versions = tuple(replace(row, pass_at_1=round(result.pass_at_1, 4)) if row.version == result.version else row for row in versions)
     return replace(
         state,
+        versions=versions,
         wanted=tuple(evaluation for evaluation in state.wanted if evaluation.name != result.evaluation),
         opened=tuple(evaluation for evaluation in state.opened if evaluation.name != result.evaluation),
         results=(*results[:1], *results[1:][-(MAX_RESULTS - 1) :]),  # the first is what all others are compared with
@@ -302,6 +328,10 @@ def _(event: DeskFailed, state: RunProgress, rules: RunInput, now: float) -> Run
             return replace(after, released=True)
         case "SetHead" if ends:
             return replace(after, head_state="stopped")
+        case "TakeCensus":
+            return replace(after, census_at=now, drain_look=False)
+        case "TellMac" if ends:
+            return replace(after, untold=())
         case _:
             return after
 
@@ -313,10 +343,14 @@ def _(event: Asked, state: RunProgress, rules: RunInput, now: float) -> RunProgr
             return _paused(state, event.reason or "asked to")
         case "resume":
             return replace(state, paused=False, reason="", num_failures=0, trainer_hold_until=0.0)
+        case "drain":
+            drain_until = now + 1.5 * rules.evaluation.part_timeout_seconds + rules.starved_seconds
+            return replace(state, draining=True, paused=False, reason=event.reason or "asked to drain", drain_until=drain_until)
         case _:
             hurried = state.hurried or bool(end_reason(state, rules, now))
             wanted = () if hurried else state.wanted
-            return replace(state, ending=True, reason=event.reason or "asked to stop", hurried=hurried, wanted=wanted)
+            reason = event.reason or "asked to stop"
+            return replace(state, ending=True, asked_to_stop=True, reason=reason, hurried=hurried, wanted=wanted)
 
 
 def _paused(state: RunProgress, reason: str) -> RunProgress:

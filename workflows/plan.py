@@ -7,12 +7,19 @@ small control activities, so that neither a long step nor an evaluation keeps a 
 from dataclasses import dataclass, replace
 from typing import Final
 
+from stoa.contracts.fleet_messages import Census, Standing
 from stoa.contracts.messages import RunInput, RunState, RunStatus
+from workflows import anchors, costs, fleet
 from workflows.state import Evaluation, RunProgress
 
 EMPTY_FLEET_SECONDS: Final = 60.0
 """How long an ending run waits for a Mac to come back and finish an evaluation."""
+PROMPT_SECONDS: Final = 10.0
+"""The same where a person asked the run to stop."""
 MAX_OPEN_EVALUATIONS: Final = 2
+FIRST_WAIT_SECONDS: Final = 10.0
+MAX_STEP_WAIT_SECONDS: Final = 60.0
+DRAIN_WAIT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,8 @@ class Train:
     """Do one optimizer step."""
 
     step: int
+    wait_seconds: float = 0.0
+    """Longest wait for groups; 0: the trainer's own."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,22 @@ class Release:
     """Tell all Macs that the run has ended."""
 
 
+@dataclass(frozen=True)
+class TakeCensus:
+    """Look at one page of the fleet."""
+
+    after_host: str
+
+
+@dataclass(frozen=True)
+class TellMac:
+    """Tell a Mac's session how it stands."""
+
+    standing: Standing
+
+
 TrainerCommand = Acquire | Train | PublishVersion | SaveCheckpoint
-DeskCommand = SetHead | FindMacs | OpenEvaluation | Release
+DeskCommand = SetHead | FindMacs | OpenEvaluation | Release | TakeCensus | TellMac
 
 
 def end_reason(state: RunProgress, rules: RunInput, now: float) -> str:
@@ -88,7 +111,18 @@ def end_reason(state: RunProgress, rules: RunInput, now: float) -> str:
         return f"version {stop.max_versions} is published"
     if stop.max_seconds and now >= state.started_at + stop.max_seconds:
         return f"{stop.max_seconds:g} s of wall clock are over"
-    return ""
+    return costs.spent_reason(state, rules, now)
+
+
+def drained_reason(state: RunProgress, rules: RunInput, census: Census, now: float) -> str:
+    """Why a draining run has drained, empty while more may come. A census is asked for when a step has too few groups."""
+    if not state.draining or state.ending or state.head_state != "draining":
+        return ""
+    enough = census.num_groups_waiting >= max(1, rules.groups_per_step)
+    if (census.num_groups_running or enough) and now < state.drain_until:
+        return ""
+    left = census.num_groups_running + census.num_groups_waiting
+    return f"drained: {left} groups were left" if left else "drained"
 
 
 def next_for_trainer(state: RunProgress, rules: RunInput, now: float) -> TrainerCommand | None:
@@ -104,7 +138,18 @@ def next_for_trainer(state: RunProgress, rules: RunInput, now: float) -> Trainer
         return replace(command, anchor=True, announce=True)
     if state.step - state.published_step >= rules.steps_per_version:
         return _publish(state, rules, checkpoint=_due(state.version + 1, rules.checkpoint_every_versions))
-    return Train(state.step + 1)
+    return Train(state.step + 1, _step_wait(state, rules))
+
+
+def _step_wait(state: RunProgress, rules: RunInput) -> float:
+    """A step is first asked for with a short wait, so that the run can say what is missing, then with longer ones."""
+    if state.draining:
+        return DRAIN_WAIT_SECONDS
+    if not rules.groups_per_step:
+        return 0.0
+    left_seconds = max(rules.starved_seconds - state.starved_seconds, 1.0)
+    wait_seconds = max(FIRST_WAIT_SECONDS, 2.0 * state.starved_seconds)
+    return min(wait_seconds, MAX_STEP_WAIT_SECONDS, left_seconds)
 
 
 def _closing_step(state: RunProgress, rules: RunInput) -> TrainerCommand | None:
@@ -118,7 +163,7 @@ def _closing_step(state: RunProgress, rules: RunInput) -> TrainerCommand | None:
 
 
 def _publish(state: RunProgress, rules: RunInput, *, checkpoint: bool) -> PublishVersion:
-    return PublishVersion(state.step, _due(state.version + 1, rules.anchor_every_versions), checkpoint)
+    return PublishVersion(state.step, anchors.is_due(state, rules, state.version + 1), checkpoint)
 
 
 def _due(version: int, every: int) -> bool:
@@ -134,6 +179,8 @@ def wanted_head(state: RunProgress, rules: RunInput, now: float) -> RunState:
     """The HEAD.state that tells Macs what to do."""
     if end_reason(state, rules, now):
         return "stopped" if _nothing_left(state, rules, now) else "draining"
+    if state.draining:
+        return "draining"
     return "paused" if state.paused else "running"
 
 
@@ -150,7 +197,7 @@ def last_evaluation(state: RunProgress, rules: RunInput, now: float) -> Evaluati
     return Evaluation(f"v{state.version}-last", state.version, num_questions)
 
 
-def next_for_desk(state: RunProgress, rules: RunInput, now: float, *, trainer_idle: bool) -> DeskCommand | None:
+def next_for_desk(state: RunProgress, rules: RunInput, now: float, *, trainer_idle: bool, takes_census: bool = True) -> DeskCommand | None:
     """Which small control activity runs next, None for none."""
     if now < state.desk_hold_until:
         return None
@@ -160,6 +207,8 @@ def next_for_desk(state: RunProgress, rules: RunInput, now: float, *, trainer_id
     head = wanted_head(state, rules, now)
     if state.version >= 0 and head != state.head_state and (trainer_idle or head != "stopped"):
         return SetHead(head, f"{rules.run}-{state.lease_number}-{state.num_head_writes}-{head}")
+    if state.untold:
+        return TellMac(fleet.standing_of(state, rules.run, state.untold[0]))
     if state.wanted:
         return OpenEvaluation(state.wanted[0])
     last = last_evaluation(state, rules, now) if trainer_idle else None
@@ -167,6 +216,8 @@ def next_for_desk(state: RunProgress, rules: RunInput, now: float, *, trainer_id
         return OpenEvaluation(last)
     if ends and trainer_idle and head == "stopped" and not state.released:
         return Release()
+    if takes_census and not ends and (state.drain_look or now >= max(state.census_at, state.started_at) + rules.census_seconds):
+        return TakeCensus(state.census_cursor)
     return None
 
 
@@ -180,8 +231,9 @@ def _expiry(evaluation: Evaluation, state: RunProgress, rules: RunInput, now: fl
         return evaluation.opened_at
     # An evaluation keeps its own limit; what is added lets its own report of that arrive first.
     limit = evaluation.opened_at + rules.evaluation.timeout_seconds + 2 * rules.heartbeat_seconds
-    if end_reason(state, rules, now) and not state.members:
-        limit = min(limit, max(evaluation.opened_at, state.empty_since) + EMPTY_FLEET_SECONDS)
+    if end_reason(state, rules, now) and not fleet.count(state):
+        patience_seconds = PROMPT_SECONDS if state.asked_to_stop else EMPTY_FLEET_SECONDS
+        limit = min(limit, max(evaluation.opened_at, state.empty_since) + patience_seconds)
     return limit
 
 
@@ -197,6 +249,9 @@ def next_deadline(state: RunProgress, rules: RunInput, now: float) -> float | No
     if rules.stop.max_seconds:
         limits.append(state.started_at + rules.stop.max_seconds)
     limits += [_expiry(evaluation, state, rules, now) for evaluation in state.opened]
+    spent_at = costs.spent_at(state, rules)
+    if spent_at is not None:
+        limits.append(spent_at)
     return min((limit for limit in limits if limit > now), default=None)
 
 
@@ -205,7 +260,7 @@ def attributes(state: RunProgress, rules: RunInput, now: float) -> dict[str, str
     values: dict[str, str | int | float] = {
         "RlRun": rules.run,
         "RlState": run_state(state, rules, now),
-        "RlMacs": len(state.members),
+        "RlMacs": fleet.count(state),
         "RlReward": round(state.reward_published, 6),
     }
     if state.version >= 0:
@@ -219,6 +274,8 @@ def run_state(state: RunProgress, rules: RunInput, now: float) -> str:
         return "failed"
     if end_reason(state, rules, now):
         return "stopped" if state.released else "draining"
+    if state.draining:
+        return "draining"
     if state.paused:
         return "paused"
     return "running" if state.version >= 0 else "created"
@@ -230,6 +287,9 @@ def waiting_sentence(state: RunProgress, rules: RunInput, now: float, *, command
     match command:
         case Acquire():
             return f"waiting for a trainer on queue gpu-{rules.run} {age}"
+        case Train() if state.starving_since and state.num_missing:
+            waited = f"since {max(0.0, now - state.starving_since):.0f} s"
+            return f"step {command.step}: waiting for {state.num_missing} groups of version >= {max(0, state.oldest_version)} {waited}"
         case Train():
             oldest = max(0, state.version - rules.max_staleness)
             starved = f"; the last wait ended because {state.starved_reason}" if state.starved_reason else ""
@@ -246,7 +306,7 @@ def _idle_sentence(state: RunProgress, rules: RunInput, now: float) -> str:
     ends = end_reason(state, rules, now)
     if ends and state.opened:
         names = ", ".join(evaluation.name for evaluation in state.opened)
-        return f"ending ({ends}): waiting for evaluation {names} by {_macs(len(state.members))}"
+        return f"ending ({ends}): waiting for evaluation {names} by {_macs(fleet.count(state))}"
     if ends:
         return f"ending ({ends}): telling HEAD and the Macs"
     if state.paused:
@@ -272,7 +332,7 @@ def status_of(state: RunProgress, rules: RunInput, now: float, *, command: Train
         version=max(state.version, 0),
         lease=state.lease_number,
         token=state.token,
-        num_macs=len(state.members),
+        num_macs=fleet.count(state),
         reward_mean=state.reward_mean,
         last_pass_at_1=newest.pass_at_1 if newest else -1.0,
         last_search_rate=newest.search_rate if newest else -1.0,
@@ -280,4 +340,10 @@ def status_of(state: RunProgress, rules: RunInput, now: float, *, command: Train
         started_at=state.started_at,
         reason=state.reason,
         num_evaluations_open=len(state.opened) + len(state.wanted),
+        gpu_hours=round(costs.gpu_hours(state, now), 4),
+        dollars=round(costs.dollars(state, rules, now), 2),
+        num_quarantined=len(fleet.quarantined(state)),
+        anchor_every_versions=anchors.cadence(state, rules)[0],
+        anchor_by_join_cost=anchors.cadence(state, rules)[1],
+        num_groups_missing=state.num_missing,
     )

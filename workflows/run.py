@@ -17,15 +17,29 @@ from temporalio.workflow import ActivityHandle
 with workflow.unsafe.imports_passed_through():
     from stoa.contracts import names
     from stoa.contracts.evaluation_messages import EvaluationInput, EvaluationResult, EvaluationStart, ListMacsRequest, MacList
-    from stoa.contracts.fleet_messages import FleetEvent, FleetMember, FleetPage, FleetQuery, Released, ReleaseRequest
+    from stoa.contracts.fleet_messages import (
+        Census,
+        CensusRequest,
+        FleetEvent,
+        FleetPage,
+        FleetQuery,
+        Released,
+        ReleaseRequest,
+        Standing,
+        StandingQuery,
+        StandingState,
+    )
+    from stoa.contracts.ids import is_name
     from stoa.contracts.messages import (
         Acquired,
         AcquireRequest,
+        AnchorCadence,
         Ask,
         Checkpointed,
         CheckpointRequest,
         HeadStateRequest,
         HeadStateResult,
+        MacAsk,
         Published,
         PublishRequest,
         RunInput,
@@ -33,24 +47,32 @@ with workflow.unsafe.imports_passed_through():
         RunStatus,
         StepRequest,
         StepResult,
+        VersionsPage,
+        VersionsQuery,
     )
-    from workflows import limits, plan
-    from workflows.apply import (
+    from workflows import fleet, limits, plan
+    from workflows.apply import apply
+    from workflows.calls import call, failure_kind, failure_text, is_hopeless
+    from workflows.events import (
         Asked,
+        CensusTaken,
+        Decided,
         DeskFailed,
         EvaluationLost,
         EvaluationOpened,
         Event,
         Interrupted,
+        Told,
         TrainerFailed,
         VersionPublished,
-        apply,
     )
-    from workflows.calls import call, failure_kind, failure_text, is_hopeless
     from workflows.search import upsert
     from workflows.state import Evaluation, dump, first_run_progress
 
 MAX_PAGE = 50
+MAX_CADENCE = 99_999_999
+CENSUS_PATCH = "census"
+"""Since: the fleet is counted and listed by censuses, and a long history lets go of a lease that nobody takes."""
 Result = TypeVar("Result")
 
 
@@ -67,15 +89,19 @@ class RunWorkflow:
         self._call: ActivityHandle[object] | None = None
         self._desk: plan.DeskCommand | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._fault: BaseException | None = None
         self._dirty = False
         self._timer: asyncio.Task[None] | None = None
         self._timer_at = 0.0
         self._shown: dict[str, str | int | float] = {}
+        self._takes_census = workflow.patched(CENSUS_PATCH)
 
     @workflow.run
     async def run(self, given: RunInput) -> RunResult:
         """Drive both lanes until the run has ended."""
         while True:
+            if self._fault is not None:
+                raise self._fault
             self._drop_expired()
             self._show()
             idle = self._command is None and self._desk is None
@@ -106,14 +132,20 @@ class RunWorkflow:
                 self._spawn(self._drive_trainer(command))
         if self._desk is None:
             idle = self._command is None
-            self._desk = plan.next_for_desk(self._state, self._rules, now, trainer_idle=idle)
+            self._desk = plan.next_for_desk(self._state, self._rules, now, trainer_idle=idle, takes_census=self._takes_census)
             if self._desk is not None:
                 self._spawn(self._drive_desk(self._desk))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._lane_ended)
+
+    def _lane_ended(self, task: asyncio.Task[None]) -> None:
+        """A lane that ends by a fault of the program would otherwise leave the run waiting for it in silence."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._fault, self._dirty = task.exception(), True
 
     async def _drive_trainer(self, command: plan.TrainerCommand) -> None:
         try:
@@ -138,13 +170,16 @@ class RunWorkflow:
                     names.ACQUIRE_TRAINER, request, Acquired, limits.acquire(silence), queue, f"lease {command.lease_number}"
                 )
             case plan.Train():
-                request = StepRequest(rules.run, state.token, command.step)
+                request = StepRequest(rules.run, state.token, command.step, command.wait_seconds, fleet.quarantined(state), state.version)
                 bounds = limits.train_step(silence, rules.step_timeout_seconds)
                 return await self._trainer(names.TRAIN_STEP, request, StepResult, bounds, state.queue, f"step {command.step}")
             case plan.PublishVersion():
-                request = PublishRequest(rules.run, state.token, command.step, command.anchor, command.checkpoint, command.announce)
+                version = state.version + 1
+                request = PublishRequest(
+                    rules.run, state.token, command.step, command.anchor, command.checkpoint, command.announce, version
+                )
                 bounds = limits.publish(silence, anchor=command.anchor)
-                what = f"version {state.version + 1}, step {command.step}"
+                what = f"version {version}, step {command.step}"
                 published = await self._trainer(names.PUBLISH, request, Published, bounds, state.queue, what)
                 return VersionPublished(published, command.checkpoint)
             case plan.SaveCheckpoint():
@@ -184,6 +219,14 @@ class RunWorkflow:
             case plan.Release():
                 reason = plan.end_reason(self._state, self._rules, workflow.time())
                 return await call(names.RELEASE_MACS, ReleaseRequest(run, reason), Released, limits.CONTROL)
+            case plan.TakeCensus():
+                asked_at = workflow.time()
+                census = await call(names.CENSUS, CensusRequest(run, command.after_host), Census, limits.CONTROL)
+                return CensusTaken(command.after_host, asked_at, census)
+            case plan.TellMac():
+                standing = command.standing
+                await call(names.TELL_MAC, standing, object, limits.CONTROL, summary=f"{standing.host} is {standing.state}")
+                return Told(standing.host)
 
     def _evaluation_input(self, evaluation: Evaluation) -> EvaluationInput:
         rules = self._rules.evaluation
@@ -208,6 +251,8 @@ class RunWorkflow:
 
     def _interrupt(self) -> None:
         ends = self._command is not None and plan.interrupts(self._command, self._state, self._rules, workflow.time())
+        # A lease that nobody takes for weeks must not hold a history that grows with every Mac that comes and goes.
+        ends = ends or (self._takes_census and isinstance(self._command, plan.Acquire) and self._history_is_long())
         if ends and self._call is not None:
             self._call.cancel()
             self._call = None
@@ -263,7 +308,9 @@ class RunWorkflow:
         """Refuse what cannot be paused."""
         self._refuse_if_ending("pause")
         if self._state.paused:
-            raise ApplicationError(f"run {self._rules.run} is paused already: {self._state.reason}", type="UsageError")
+            raise _refusal(f"run {self._rules.run} is paused already: {self._state.reason}")
+        if self._state.draining:
+            raise _refusal(f"run {self._rules.run} is draining: {self._state.reason}")
 
     @workflow.update(name=names.RESUME)
     def resume(self, ask: Ask) -> RunStatus:
@@ -276,7 +323,77 @@ class RunWorkflow:
         """Refuse what is not paused."""
         self._refuse_if_ending("resume")
         if not self._state.paused:
-            raise ApplicationError(f"run {self._rules.run} is not paused", type="UsageError")
+            raise _refusal(f"run {self._rules.run} is not paused")
+
+    @workflow.update(name=names.DRAIN)
+    def drain(self, ask: Ask) -> RunStatus:
+        """Grant no more sweeps, train on what is on the way, then end."""
+        self._take(Asked("drain", ask.reason))
+        return self._status(workflow.time())
+
+    @drain.validator
+    def check_drain(self, ask: Ask) -> None:
+        """Refuse what drains or ends already."""
+        self._refuse_if_ending("drain")
+        if self._state.draining:
+            raise _refusal(f"run {self._rules.run} drains already: {self._state.reason}")
+
+    @workflow.update(name=names.SET_ANCHOR_CADENCE)
+    def set_anchor_cadence(self, cadence: AnchorCadence) -> RunStatus:
+        """From the next version on, anchors come this often."""
+        self._take(cadence)
+        return self._status(workflow.time())
+
+    @set_anchor_cadence.validator
+    def check_anchor_cadence(self, cadence: AnchorCadence) -> None:
+        """Refuse a number that is none."""
+        self._refuse_if_ending("change its anchors")
+        if not 1 <= cadence.every_versions <= MAX_CADENCE:
+            raise _refusal(f"an anchor every {cadence.every_versions} versions: it must be 1 to {MAX_CADENCE}")
+
+    @workflow.update(name=names.QUARANTINE)
+    def quarantine(self, ask: MacAsk) -> RunStatus:
+        """Train on nothing more of a Mac, and let it stop; its owner is told why."""
+        return self._decide(ask, "quarantined")
+
+    @quarantine.validator
+    def check_quarantine(self, ask: MacAsk) -> None:
+        """Refuse what changes nothing."""
+        self._check_decision(ask, "quarantined")
+
+    @workflow.update(name=names.DRAIN_MAC)
+    def drain_mac(self, ask: MacAsk) -> RunStatus:
+        """Let a Mac finish its sweep and leave."""
+        return self._decide(ask, "drained")
+
+    @drain_mac.validator
+    def check_drain_mac(self, ask: MacAsk) -> None:
+        """Refuse what changes nothing."""
+        self._check_decision(ask, "drained")
+
+    @workflow.update(name=names.RELEASE)
+    def release(self, ask: MacAsk) -> RunStatus:
+        """Undo a quarantine or a drain."""
+        return self._decide(ask, "free")
+
+    @release.validator
+    def check_release(self, ask: MacAsk) -> None:
+        """Refuse what changes nothing."""
+        self._check_decision(ask, "free")
+
+    def _decide(self, ask: MacAsk, state: StandingState) -> RunStatus:
+        self._take(Decided(ask.host, state, ask.reason))
+        return self._status(workflow.time())
+
+    def _check_decision(self, ask: MacAsk, state: StandingState) -> None:
+        run = self._rules.run
+        if not is_name(ask.host):
+            raise _refusal(f"{ask.host!r} is no name of a Mac")
+        if fleet.standing_of(self._state, run, ask.host).state == state:
+            now = "neither quarantined nor drained" if state == "free" else f"{state} already"
+            raise _refusal(f"{ask.host} is {now} in run {run}")
+        if state != "free" and len(self._state.banned) >= fleet.MAX_BANNED:
+            raise _refusal(f"{fleet.MAX_BANNED} Macs of run {run} are quarantined or drained: release some first")
 
     @workflow.update(name=names.STOP)
     def stop(self, ask: Ask) -> RunStatus:
@@ -287,7 +404,7 @@ class RunWorkflow:
     def _refuse_if_ending(self, what: str) -> None:
         reason = plan.end_reason(self._state, self._rules, workflow.time())
         if reason:
-            raise ApplicationError(f"run {self._rules.run} cannot {what}, it is ending: {reason}", type="UsageError")
+            raise _refusal(f"run {self._rules.run} cannot {what}, it is ending: {reason}")
 
     @workflow.query(name=names.STATUS_QUERY)
     def status(self) -> RunStatus:
@@ -299,13 +416,24 @@ class RunWorkflow:
 
     @workflow.query(name=names.FLEET_QUERY)
     def fleet(self, query: FleetQuery) -> FleetPage:
-        """One page of Macs, each with its session's id and its sweep as of its last event."""
-        run = self._rules.run
-        rest = [member for member in self._state.members if member.host > query.after_host]
-        shown = rest[: min(query.limit, MAX_PAGE)]
-        members = tuple(FleetMember(one.host, names.session_workflow_id(run, one.host), one.sweep, place=one.place) for one in shown)
-        more = shown[-1].host if shown and len(rest) > len(shown) else ""
-        return FleetPage(members, len(self._state.members), more)
+        """One page of Macs, each with its session's id and its sweep as of the last census; and the slowest, and why."""
+        return fleet.page(self._state, self._rules, query)
+
+    @workflow.query(name=names.VERSIONS_QUERY)
+    def versions(self, query: VersionsQuery) -> VersionsPage:
+        """One page of the published versions, oldest first; the run remembers the newest few hundred."""
+        rest = [row for row in self._state.versions if row.version > query.after_version]
+        shown = tuple(rest[: min(query.limit, MAX_PAGE)])
+        return VersionsPage(shown, self._state.num_versions, shown[-1].version if len(rest) > len(shown) else -1)
+
+    @workflow.query(name=names.STANDING_QUERY)
+    def standing(self, query: StandingQuery) -> Standing:
+        """Whether a Mac may play."""
+        return fleet.standing_of(self._state, self._rules.run, query.host)
+
+
+def _refusal(text: str) -> ApplicationError:
+    return ApplicationError(text, type="UsageError")
 
 
 def query_time() -> float:

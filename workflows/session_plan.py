@@ -237,7 +237,7 @@ def _with_speed(state: SessionProgress, result: SweepResult) -> SessionProgress:
         state,
         sweep_seconds=0.5 * (state.sweep_seconds + played_seconds) if state.sweep_seconds else played_seconds,
         tokens_per_second=round(result.num_sampled_tokens / seconds, 1),
-        slow_because=f"{shares[slow]:.0%} of its time goes into {slow}" if shares[slow] > SLOW_SHARE else "",
+        slow_because=f"{shares[slow]:.0%} of its time {slow}" if shares[slow] > SLOW_SHARE else "",
     )
 
 

@@ -6,14 +6,14 @@ of standard-library types, because it crosses Temporal as JSON.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Literal, TypeVar
+from dataclasses import asdict, dataclass, fields
+from typing import Final, Literal, TypeVar
 
 from temporalio.converter import value_to_type
 
 from stoa.contracts.evaluation_messages import EvaluationResult
 from stoa.contracts.fleet_messages import SessionInput, SessionState, StandingState, WaitsFor
-from stoa.contracts.messages import RunInput, RunState
+from stoa.contracts.messages import RunInput, RunState, VersionFacts
 
 Role = Literal["first", "every", "last"]
 Carried = TypeVar("Carried")
@@ -31,11 +31,26 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Member:
-    """A Mac that has joined, as of its last event."""
+    """A Mac that has joined, as of its last event or the last census. Carried as a row of values: keep it short."""
 
     host: str
     sweep: int = 0
     place: str = ""
+    state: SessionState = "live"
+    version: int = -1
+    tokens_per_second: float = 0.0
+    slow_because: str = ""
+    seen_at: int = 0
+    """Unix seconds."""
+
+
+@dataclass(frozen=True)
+class Banned:
+    """A Mac that may not play, quarantined or drained by a person or the trainer."""
+
+    host: str
+    state: StandingState
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,43 @@ class RunProgress:
     trainer_hold_until: float = 0.0
     desk_hold_until: float = 0.0
     released: bool = False
+    asked_to_stop: bool = False
+    """A person ended the run, and wants it to end soon."""
+    draining: bool = False
+    """No sweeps are granted; the run ends when what is on the way is used up."""
+    drain_until: float = 0.0
+    drain_look: bool = False
+    """The last step found too few groups: is more on the way?"""
+    num_gpus: int = 1
+    gpu_seconds: float = 0.0
+    """GPUs times seconds of leases that have ended."""
+    gpu_since: float = 0.0
+    """When the present lease was taken; 0: none is held."""
+    num_missing: int = 0
+    oldest_version: int = -1
+    starving_since: float = 0.0
+    """Since when the present step has too few groups; 0: it has not, or nobody knows."""
+    starved_seconds: float = 0.0
+    """How long it has waited for them."""
+    anchor_every: int = 0
+    """Cadence that a person set; 0: the run's own."""
+    anchor_by_join_cost: bool = False
+    num_joins: int = 0
+    """Since the last version."""
+    joins_a_version: float = 0.0
+    weights_bytes: int = 0
+    delta_bytes: int = 0
+    """Of the newest version that is known to have arrived."""
+    banned: tuple[Banned, ...] = ()
+    untold: tuple[str, ...] = ()
+    """Hosts whose sessions must still be told how they stand."""
+    num_macs: int = -1
+    """All that play, also those beyond `members`; -1: as many as members."""
+    census_at: float = 0.0
+    census_cursor: str = ""
+    versions: tuple[VersionFacts, ...] = ()
+    """The newest ones."""
+    num_versions: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,9 +211,16 @@ class SessionProgress:
     totals: Totals = Totals()
 
 
+ROWS: Final = {"members": Member, "versions": VersionFacts, "banned": Banned}
+"""Long lists are carried as rows of values: names of fields would be most of them."""
+
+
 def dump(carried: RunProgress | SessionProgress) -> str:
     """`carried` as compact JSON."""
-    return json.dumps(asdict(carried), separators=(",", ":"), ensure_ascii=False)
+    tree = asdict(carried)
+    for name in ROWS.keys() & tree.keys():
+        tree[name] = [list(row.values()) for row in tree[name]]
+    return json.dumps(tree, separators=(",", ":"), ensure_ascii=False)
 
 
 def first_run_progress(given: RunInput, now: float) -> RunProgress:
@@ -175,5 +234,15 @@ def first_session_progress(given: SessionInput) -> SessionProgress:
 
 
 def _load(text: str, kind: type[Carried]) -> Carried:
-    value: Mapping[str, object] = json.loads(text)
+    tree: dict[str, object] = json.loads(text)
+    for name, row_kind in ROWS.items():
+        rows = tree.get(name)
+        if isinstance(rows, list):
+            tree[name] = [_named(row, row_kind) for row in rows]
+    value: Mapping[str, object] = tree
     return value_to_type(kind, value)
+
+
+def _named(row: object, kind: type[Member | VersionFacts | Banned]) -> object:
+    """A row under the names of its fields; memory that was carried under names passes as it is."""
+    return dict(zip((field.name for field in fields(kind)), row, strict=False)) if isinstance(row, list) else row

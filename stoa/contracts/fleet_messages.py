@@ -320,8 +320,6 @@ class FleetPage:
     num_macs: int = 0
     next_host: str = ""
     slowest: str = ""
-    quarantined: tuple[Standing, ...] = ()
-    """Only on the first page: Macs that are quarantined or drained, and why."""
 
 
 @dataclass(frozen=True)

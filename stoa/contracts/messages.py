@@ -82,6 +82,8 @@ class Acquired:
     version: int
     head_state: RunState = "running"
     num_gpus: int = 1
+    anchor_version: int = -1
+    """Newest version with an anchor."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,41 @@
 """Plan and apply of a run, driven by a simulated world that fails at random: invariants over whole runs."""
 
+import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from activities.connection import DATA_CONVERTER
 from stoa.contracts.evaluation_messages import EvaluationPlan, EvaluationResult, MacList
-from stoa.contracts.fleet_messages import FleetEvent, Released
-from stoa.contracts.messages import Acquired, Checkpointed, HeadStateResult, Published, RunInput, StepResult, StopConditions
-from workflows import plan
-from workflows.apply import Asked, DeskFailed, EvaluationLost, EvaluationOpened, Event, TrainerFailed, VersionPublished, apply
+from stoa.contracts.fleet_messages import Census, FleetEvent, FleetQuery, MacFacts, Released, Standing
+from stoa.contracts.messages import (
+    Acquired,
+    AnchorCadence,
+    Checkpointed,
+    HeadStateResult,
+    Published,
+    RunInput,
+    StepResult,
+    StopConditions,
+    Suspect,
+    VersionFacts,
+)
+from workflows import anchors, fleet, plan
+from workflows.apply import apply
+from workflows.events import (
+    Asked,
+    CensusTaken,
+    Decided,
+    DeskFailed,
+    EvaluationLost,
+    EvaluationOpened,
+    Event,
+    Told,
+    TrainerFailed,
+    VersionPublished,
+)
 from workflows.state import RunProgress, dump, first_run_progress
 
 RULES = RunInput(
@@ -109,6 +134,12 @@ class Simulation:
                 return EvaluationOpened(command.evaluation)
             case plan.Release():
                 return Released(1)
+            case plan.TakeCensus():
+                if fate == 3:
+                    return DeskFailed("TakeCensus", "no server")
+                return CensusTaken(command.after_host, self.now, Census((MacFacts("mac-1"),), 1))
+            case plan.TellMac():
+                return Told(command.standing.host)
         raise AssertionError(command)
 
 
@@ -245,8 +276,232 @@ def test_status_of_an_ending_run_counts_its_macs_in_words(hosts: tuple[str, ...]
 
 def test_carried_state_of_a_large_fleet_stays_under_its_limit() -> None:
     state = at(8)
-    for index in range(2100):
-        joined = FleetEvent("demo", f"mac-of-a-person-with-a-long-name-{index:05d}", "s", "joined", 9, place="x" * 80)
-        state = apply(joined, state, RULES, 0.0)
-    assert len(state.members) == 2000
-    assert len(dump(state)) < 256 * 1024
+    facts = [
+        MacFacts(
+            f"mac-of-a-person-with-a-very-long-name-{index:05d}-00", "resting", 99_999_999, 99_999_999, 12345.6, "\u00e4" * 48, "y" * 64
+        )
+        for index in range(1100)
+    ]
+    state = apply(CensusTaken("", 0.0, Census(tuple(facts), 10_000)), state, RULES, 2e9)
+    for index in range(250):
+        state = apply(Decided(f"mac-of-a-person-with-a-very-long-name-{index:05d}-00", "quarantined", "z" * 300), state, RULES, 2e9)
+    for version in range(400):
+        state = apply(VersionPublished(Published(version, 4 * version, "m", anchor_bytes=10**10), False), state, RULES, 2e9)
+    assert len(state.members) == 1000
+    assert (len(state.banned), len(state.versions)) == (200, 200)
+    carried = replace(RULES, carried=dump(state))
+    (payload,) = DATA_CONVERTER.payload_converter.to_payloads([carried])  # raises above 256 KiB
+    assert first_run_progress(carried, 0.0) == state
+    assert len(payload.data) > 100_000
+
+
+def test_every_page_of_the_fleet_fits_a_message() -> None:
+    state, seen, after = at(8), list[str](), ""
+    facts = tuple(MacFacts("h" * 40 + f"{index:04d}", "live", 9, 9, 1.5, "x" * 48, "y" * 64) for index in range(200))
+    state = apply(CensusTaken("", 0.0, Census(facts, 200)), state, RULES, 1.0)
+    state = apply(Decided("a-mac-that-is-gone", "quarantined", "r" * 300), state, RULES, 2.0)
+    while True:
+        page = fleet.page(state, RULES, FleetQuery(after, 1000))
+        DATA_CONVERTER.payload_converter.to_payloads([page])  # raises above 16 KiB
+        seen += [member.host for member in page.members]
+        after = page.next_host
+        if not after:
+            break
+    assert seen == ["a-mac-that-is-gone", *(one.host for one in facts)]
+    assert page.num_macs == 200
+
+
+def test_memory_carried_by_an_older_build_is_read() -> None:
+    """Rows under names, and without what is new: a run that was begun before goes on."""
+    old = {"started_at": 5.0, "step": 7, "members": [{"host": "mac-1", "sweep": 3, "place": "attic"}]}
+    state = first_run_progress(replace(RULES, carried=json.dumps(old)), 0.0)
+    assert (state.step, state.members[0].host, state.members[0].place) == (7, "mac-1", "attic")
+    assert fleet.count(state) == 1
+
+
+def facts_named(*hosts: str) -> Census:
+    return Census(tuple(MacFacts(host) for host in hosts), len(hosts))
+
+
+def test_census_puts_membership_right_but_not_what_is_newer_than_it() -> None:
+    state = at(8)
+    for host, when in (("mac-a", 0.0), ("mac-b", 0.0), ("mac-c", 95.0)):
+        state = apply(FleetEvent("demo", host, "s", "joined", 3), state, RULES, when)
+    state = apply(CensusTaken("", 100.0, facts_named("mac-b", "mac-d")), state, RULES, 101.0)
+    assert [member.host for member in state.members] == ["mac-b", "mac-c", "mac-d"]
+    assert fleet.count(state) == 2  # what the census counted; mac-c is in the next one
+    later = apply(CensusTaken("mac-c", 200.0, facts_named()), state, RULES, 201.0)
+    assert [member.host for member in later.members] == ["mac-b", "mac-c"]
+
+
+def test_page_of_a_census_leaves_other_stretches_of_names_alone() -> None:
+    state = apply(CensusTaken("", 0.0, Census((MacFacts("a"), MacFacts("c"), MacFacts("e")), 3)), at(8), RULES, 0.0)
+    state = apply(CensusTaken("a", 100.0, Census((MacFacts("b"),), 3, "d")), state, RULES, 100.0)
+    assert [member.host for member in state.members] == ["a", "b", "e"]
+    assert state.census_cursor == "d"
+    assert plan.next_for_desk(state, RULES, 170.0, trainer_idle=False) == plan.TakeCensus("d")
+    assert plan.next_for_desk(state, RULES, 159.0, trainer_idle=False) is None
+    assert plan.next_for_desk(state, RULES, 170.0, trainer_idle=False, takes_census=False) is None
+
+
+def test_slowest_mac_is_named_with_what_makes_it_slow() -> None:
+    macs = (
+        MacFacts("mac-a", tokens_per_second=100.0),
+        MacFacts("mac-b", tokens_per_second=40.0, place="attic", slow_because="60% of its time waiting"),
+        MacFacts("mac-c", tokens_per_second=120.0),
+        MacFacts("mac-d", "resting", tokens_per_second=1.0),
+    )
+    state = apply(CensusTaken("", 0.0, Census(macs, 3)), at(8), RULES, 0.0)
+    assert fleet.slowest(state) == "mac-b (attic): 40 tokens/s, the median is 100; 60% of its time waiting"
+
+
+def test_quarantine_reaches_the_session_and_every_step_until_release() -> None:
+    state = apply(Decided("mac-1", "quarantined", "edited rewards"), at(8), RULES, 0.0)
+    state = apply(Decided("mac-2", "drained", "thank you"), state, RULES, 0.0)
+    told = plan.next_for_desk(state, RULES, 0.0, trainer_idle=False)
+    assert told == plan.TellMac(Standing("demo", "mac-1", "quarantined", "edited rewards"))
+    assert fleet.quarantined(state) == ("mac-1",)
+    state = apply(Told("mac-1"), state, RULES, 0.0)
+    assert plan.next_for_desk(state, RULES, 0.0, trainer_idle=False) == plan.TellMac(Standing("demo", "mac-2", "drained", "thank you"))
+    free = apply(Decided("mac-1", "free", ""), apply(Told("mac-2"), state, RULES, 0.0), RULES, 0.0)
+    assert plan.next_for_desk(free, RULES, 0.0, trainer_idle=False) == plan.TellMac(Standing("demo", "mac-1", "free"))
+    assert fleet.quarantined(free) == ()
+
+
+def test_trainers_suspects_are_quarantined() -> None:
+    state = apply(StepResult("done", 9, suspects=(Suspect("mac-1", "mismatch"),)), at(8), RULES, 0.0)
+    assert fleet.standing_of(state, "demo", "mac-1") == Standing("demo", "mac-1", "quarantined", "by the trainer: mismatch")
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason"),
+    [
+        (StopConditions(max_gpu_hours=2.0), "2 GPU hours are used"),
+        (StopConditions(max_dollars=6.0, dollars_per_gpu_hour=3.0), "6 dollars are spent"),
+    ],
+)
+def test_budget_ends_the_run_when_the_leases_have_used_it(stop: StopConditions, reason: str) -> None:
+    rules = replace(RULES, stop=stop)
+    acquired = Acquired(1001, "box", "q", 0, 0, num_gpus=4)
+    state = apply(acquired, RunProgress(0.0), rules, 1000.0)
+    assert plan.end_reason(state, rules, 2500.0) == ""
+    # 4 GPUs for 900 s are one hour. The lease is lost, nothing runs for a while, then another is taken.
+    state = apply(TrainerFailed("Train", "timeout", "heartbeat", hopeless=False), state, rules, 1900.0)
+    assert plan.status_of(state, rules, 5000.0, command=None, since=0.0).gpu_hours == 1.0
+    state = apply(acquired, state, rules, 10_000.0)
+    assert plan.next_deadline(state, rules, 10_000.0) == 10_900.0
+    assert plan.end_reason(state, rules, 10_899.0) == ""
+    assert plan.end_reason(state, rules, 10_900.0) == reason
+
+
+def test_target_counts_once_its_lower_bound_is_reached() -> None:
+    rules = replace(RULES, stop=StopConditions(target_pass_at_1=0.6))
+    lucky = EvaluationResult("demo", "v4-every", 4, 64, 0.65, (0.53, 0.76), 0.9)
+    state = apply(lucky, at(8), rules, 0.0)
+    assert plan.end_reason(state, rules, 0.0) == ""
+    sure = replace(lucky, evaluation="v8-every", version=8, num_questions=512, interval_95=(0.609, 0.69))
+    assert plan.end_reason(apply(sure, state, rules, 0.0), rules, 0.0) == "pass@1 has reached 0.6: at least 0.609 at version 8"
+
+
+def test_alarm_pauses_or_ends_as_the_run_says() -> None:
+    alarm = StepResult("done", 9, alarm="ess_fraction 0.1 < 0.2")
+    assert apply(alarm, at(8), RULES, 0.0).paused
+    ends = replace(RULES, stop=StopConditions(on_alarm=True))
+    assert plan.end_reason(apply(alarm, at(8), ends, 0.0), ends, 0.0) == "alarm at step 9: ess_fraction 0.1 < 0.2"
+
+
+def test_step_is_asked_for_in_parts_so_that_the_run_can_say_what_is_missing() -> None:
+    rules = replace(RULES, groups_per_step=16, starved_seconds=100.0)
+    state, now, waits = replace(at(8), anchored_version=2), 1000.0, []
+    for missing in (12, 10, 9):
+        command = plan.next_for_trainer(state, rules, now)
+        assert isinstance(command, plan.Train)
+        waits.append(command.wait_seconds)
+        now += command.wait_seconds
+        result = StepResult("starved", 9, wait_seconds=command.wait_seconds, reason="few", num_missing=missing, oldest_version=7)
+        state = apply(result, state, rules, now)
+        assert not state.anchor_wanted
+    assert waits == [10.0, 20.0, 60.0]
+    status = plan.status_of(state, rules, 1100.0, command=plan.Train(9), since=1090.0)
+    assert status.waiting_for == "step 9: waiting for 9 groups of version >= 7 since 100 s"
+    assert plan.next_for_trainer(state, rules, now) == plan.Train(9, 10.0)
+    state = apply(StepResult("starved", 9, wait_seconds=10.0, reason="few", num_missing=9, oldest_version=7), state, rules, 1100.0)
+    assert state.anchor_wanted
+    assert apply(StepResult("done", 9), state, rules, 1101.0).starving_since == 0.0
+
+
+def test_draining_run_trains_on_what_is_on_the_way_and_then_ends() -> None:
+    rules = replace(RULES, groups_per_step=8, stop=StopConditions())
+    state = apply(Asked("drain", "enough"), at(8), rules, 0.0)
+    assert plan.run_state(state, rules, 0.0) == "draining"
+    assert plan.next_for_desk(state, rules, 0.0, trainer_idle=False) == plan.SetHead("draining", "demo-1-0-draining")
+    state = apply(HeadStateResult("draining", 3, 8, 1001), state, rules, 1.0)
+    assert plan.next_for_trainer(state, rules, 1.0) == plan.Train(9, 5.0)
+    state = apply(StepResult("starved", 9, wait_seconds=5.0, num_missing=4), state, rules, 6.0)
+    assert plan.next_for_desk(state, rules, 6.0, trainer_idle=False) == plan.TakeCensus("")
+    state = apply(CensusTaken("", 6.0, Census((), 0, "", 8, 4)), state, rules, 6.0)
+    assert plan.end_reason(state, rules, 6.0) == ""  # eight groups are being played
+    state = apply(StepResult("done", 9), state, rules, 20.0)
+    state = apply(StepResult("starved", 10, wait_seconds=5.0, num_missing=6), state, rules, 30.0)
+    state = apply(CensusTaken("", 30.0, Census((), 0, "", 0, 2)), state, rules, 30.0)
+    assert plan.end_reason(state, rules, 30.0) == "drained: 2 groups were left"
+    closing = plan.next_for_trainer(state, rules, 30.0)
+    assert closing == plan.PublishVersion(9, anchor=True, checkpoint=True, announce=True)
+
+
+def test_drain_does_not_wait_for_ever_for_a_mac_that_plays_on() -> None:
+    rules = replace(RULES, groups_per_step=8, stop=StopConditions())
+    state = replace(apply(Asked("drain", ""), at(8), rules, 0.0), head_state="draining")
+    late = 1.5 * rules.evaluation.part_timeout_seconds + rules.starved_seconds
+    playing = Census((), 1, "", 8, 0)
+    assert plan.end_reason(apply(CensusTaken("", 0.0, playing), state, rules, late - 1), rules, late - 1) == ""
+    assert plan.end_reason(apply(CensusTaken("", 0.0, playing), state, rules, late), rules, late) == "drained: 8 groups were left"
+
+
+def test_anchors_follow_the_cadence_a_person_sets() -> None:
+    state = apply(AnchorCadence(3), at(12), RULES, 0.0)
+    assert [anchors.is_due(state, RULES, version) for version in (4, 5, 6, 9)] == [False, False, True, True]
+    assert [anchors.is_due(at(12), RULES, version) for version in (4, 5, 6)] == [True, False, True]
+
+
+def test_anchors_by_join_cost_come_when_sending_and_joining_together_cost_least() -> None:
+    rules = replace(RULES, anchor_every_versions=20, anchor_by_join_cost=True)
+    # An anchor of 8 GB, deltas of 50 MB, 5 joins a version: sqrt(2 * 8e9 / (5 * 5e7)) = 8 versions.
+    state = at(12, anchored_version=10, weights_bytes=8_000_000_000, delta_bytes=50_000_000, joins_a_version=5.0)
+    assert anchors.best_distance(state) == 8.0
+    assert [anchors.is_due(state, rules, version) for version in (17, 18)] == [False, True]
+    nobody = replace(state, joins_a_version=0.0)
+    assert [anchors.is_due(nobody, rules, version) for version in (29, 30)] == [False, True]
+    crowd = replace(state, joins_a_version=5000.0)
+    assert anchors.is_due(crowd, rules, 11)
+
+
+def test_joins_a_version_are_counted_of_macs_that_come_without_weights() -> None:
+    state = at(8)
+    for host, sweep in (("mac-a", 0), ("mac-b", 0), ("mac-c", 17)):
+        state = apply(FleetEvent("demo", host, "s", "joined", sweep), state, RULES, 0.0)
+    state = apply(VersionPublished(Published(4, 8, "m", arrived_version=3, arrived_delta_bytes=77), False), state, RULES, 0.0)
+    assert (round(state.joins_a_version, 3), state.num_joins, state.delta_bytes) == (0.2, 0, 77)
+
+
+def test_versions_are_remembered_with_their_size_and_result() -> None:
+    state = apply(Acquired(1001, "box", "q", 0, 0, anchor_version=0), RunProgress(0.0), RULES, 1.0)
+    state = apply(VersionPublished(Published(1, 4, "m"), False), replace(state, reward_mean=0.25), RULES, 2.0)
+    state = apply(
+        VersionPublished(Published(2, 8, "m", anchor_bytes=9, arrived_version=1, arrived_delta_bytes=77), True), state, RULES, 3.0
+    )
+    state = apply(EvaluationResult("demo", "v1-every", 1, 8, 0.5, (0.2, 0.8), 0.5), state, RULES, 4.0)
+    assert state.versions == (
+        VersionFacts(0, 0, 1.0, has_anchor=True),
+        VersionFacts(1, 4, 2.0, 0.25, 77, False, 0.5),
+        VersionFacts(2, 8, 3.0, 0.25, 0, True),
+    )
+
+
+def test_person_who_stops_a_run_without_macs_does_not_wait_a_minute() -> None:
+    state = apply(Asked("stop", "enough"), at(8, published_step=8, checkpoint_step=8, num_macs=0), RULES, 0.0)
+    last = plan.last_evaluation(state, RULES, 0.0)
+    assert last is not None
+    state = apply(EvaluationOpened(last), state, RULES, 1.0)
+    assert plan.expired(state, RULES, 10.9) == ()
+    assert len(plan.expired(state, RULES, 11.0)) == 1
