@@ -10,6 +10,7 @@ Legend: R rows, D width, V words, B blocks of 32 words.
 from typing import Final
 
 import mlx.core as mx
+import numpy as np
 
 from metal.int8 import Int8, expect_int8, linear
 from metal.kernels import FLOATS, Kernel, Launcher, demand, expect, launch_on_metal
@@ -18,6 +19,7 @@ BLOCK: Final = 32
 """Words a threadgroup scores."""
 _THREADS: Final = 128
 _NAME = "head"
+_SPLITMIX: Final = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 
 
 def uniforms_plain(keys: mx.array, positions: mx.array) -> mx.array:
@@ -25,9 +27,10 @@ def uniforms_plain(keys: mx.array, positions: mx.array) -> mx.array:
 
     SplitMix64 (Steele, Lea, Flood 2014): the finaliser of key + (position + 1) * golden.
     """
-    z = keys + (positions.astype(mx.uint64) + 1) * mx.array(0x9E3779B97F4A7C15, dtype=mx.uint64)
-    z = (z ^ (z >> 30)) * mx.array(0xBF58476D1CE4E5B9, dtype=mx.uint64)
-    z = (z ^ (z >> 27)) * mx.array(0x94D049BB133111EB, dtype=mx.uint64)
+    golden, first, second = mx.array(_SPLITMIX)
+    z = keys + (positions.astype(mx.uint64) + 1) * golden
+    z = (z ^ (z >> 30)) * first
+    z = (z ^ (z >> 27)) * second
     z = z ^ (z >> 31)
     return (z >> 41).astype(mx.float32) * 2.0**-23
 

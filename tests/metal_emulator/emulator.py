@@ -40,6 +40,7 @@ class _Buffer(ctypes.Structure):
         ("num_bytes", ctypes.c_uint64),
         ("writable", ctypes.c_uint32),
         ("num_unwritten", ctypes.c_uint32),
+        ("num_loaded", ctypes.c_uint64),
         ("name", ctypes.c_char_p),
     ]
 
@@ -70,6 +71,8 @@ class Emulator:
     most_threadgroup_bytes: int = 0
     unwritten: dict[str, int] = field(default_factory=dict)
     """Output -> bytes that the last launch left unwritten."""
+    loaded: dict[str, int] = field(default_factory=dict)
+    """Kernel and input, "stoa_conv/taps" -> bytes its threads loaded, over all launches; a byte loaded twice counts twice."""
 
     def metal_kernel(
         self,
@@ -160,7 +163,7 @@ class EmulatedKernel:
         buffers = (_Buffer * len(named))()
         for i, ((name, data), memory) in enumerate(zip(named, guarded, strict=True)):
             memory.view[:] = data
-            buffers[i] = _Buffer(memory.base, data.size, int(i >= len(inputs)), 0, name.encode())
+            buffers[i] = _Buffer(memory.base, data.size, int(i >= len(inputs)), 0, 0, name.encode())
         pointers = (ctypes.c_void_p * len(named))(*(memory.base for memory in guarded))
         message = ctypes.create_string_buffer(512)
         emulator.num_launches += 1
@@ -180,6 +183,9 @@ class EmulatedKernel:
         emulator.most_threadgroup_bytes = max(emulator.most_threadgroup_bytes, used)
         first = len(inputs)
         emulator.unwritten = {name: buffers[first + i].num_unwritten for i, name in enumerate(self.output_names)}
+        for i, name in enumerate(name for name, _ in inputs):
+            key = f"{self.name}/{name}"
+            emulator.loaded[key] = emulator.loaded.get(key, 0) + int(buffers[i].num_loaded)
         for i, out in enumerate(outputs):
             out[:] = guarded[first + i].view
 

@@ -42,6 +42,7 @@ struct EmuBuffer {  // mirrors emulator.py
     uint64_t num_bytes;
     uint32_t writable;
     uint32_t num_unwritten;  // out: bytes that no thread stored
+    uint64_t num_loaded;     // out: bytes that threads loaded, each as often as it was
     const char* name;
 };
 
@@ -242,7 +243,8 @@ static void touch_threadgroup(uint first, uint bytes, bool writes) {
     }
 }
 static void touch_buffer(uint which, uint64_t first, uint bytes, bool writes) {
-    const EmuBuffer& buffer = buffers[which];
+    EmuBuffer& buffer = buffers[which];
+    buffer.num_loaded += writes ? 0 : bytes;
     if (!buffer.writable) {
         if (writes) say("stores to the input %s", buffer.name);
         return;

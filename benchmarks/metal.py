@@ -1,0 +1,34 @@
+"""The Metal kernels on the emulator: random cases against float64, planted faults, rows alone and in 64, traffic.
+
+    python -m benchmarks.metal [--json] [--cases 300]
+
+Run from a checkout: the emulator is a part of the tests. It computes what the bodies say and counts what they load; it
+says nothing of speed. Stock MLX is simulated from its tiling (`metal/roofline.py`). The last line of stdout is JSON.
+"""
+
+import argparse
+import json
+import sys
+
+from tests.metal_emulator.emulator import can_emulate
+from tests.metal_emulator.shown import measure, tables
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the JSON object alone")
+    parser.add_argument("--cases", type=int, default=300, help="random cases of each kernel")
+    arguments = parser.parse_args()
+    if not can_emulate():
+        print("error: the emulator needs PyPI's ziglang on Linux\nhint: pip install 'stoa[dev]'", file=sys.stderr)
+        return 1
+    found = measure(arguments.cases)
+    if not arguments.json:
+        print(tables())
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Times each kernel and the plain ops it stands for on this Mac, beside what the roofline says of its chip.
+
+Each kernel is timed at the shapes of one layer of LFM2.5-8B-A1B at one width of batch and multiplied by the number of
+layers. Where there is no Metal back end nothing is timed and only the roofline is given.
+"""
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from metal import roofline
+from metal.attention import PAGE, AttentionKernel, Paged, PrefixKernel, attend_plain, share
+from metal.check import MOST_MEMBERS
+from metal.conv import ConvKernel, conv_plain
+from metal.experts import ExpertsKernel, experts_plain
+from metal.head import HeadKernel, head_plain
+from metal.int8 import Int8
+from metal.kernels import Launcher, launch_on_metal, metal_works
+from metal.routing import RouterKernel, RouterRule, Routing, order_plain, route_plain
+
+NAMES = {"K1": "experts", "K2": "head", "K3": "attention", "K4": "router", "K5": "prefix", "K6": "conv"}
+_CALLS_A_TRY = 8
+_TRIES = 7
+
+Result = mx.array | Iterable[mx.array]
+Pair = tuple[Callable[[], Result], Callable[[], Result], int]
+"""A call of the kernel, of the plain ops, and how many layers do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds of one decode step over all layers; None where nothing was or can be said."""
+
+    kernel: str
+    kernel_seconds: float | None
+    plain_seconds: float | None
+    roofline_seconds: float | None
+    stock_roofline_seconds: float | None
+
+
+def chip_name() -> str:
+    """What the system calls its chip, "Apple M4 Pro"; "" where it is no Mac."""
+    if sys.platform != "darwin":
+        return ""
+    asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, timeout=10, check=False)
+    return asked.stdout.strip()
+
+
+def measure(
+    shape: roofline.Shape = roofline.LFM25,
+    step: roofline.Step = roofline.FULL_STEP,
+    *,
+    launcher: Launcher = launch_on_metal,
+    available: Callable[[], bool] = metal_works,
+    chip: roofline.Chip | None = None,
+) -> list[Timed]:
+    """One row a kernel. Takes about a minute and 1 GB on a Mac; on other machines it times nothing."""
+    chip = chip or roofline.chip_named(chip_name())
+    works, can_time = roofline.work(shape, step), available()
+    rows: list[Timed] = []
+    for kernel, name in NAMES.items():
+        ours, stock = (one.seconds(chip) if chip else None for one in works[kernel])
+        took: tuple[float | None, float | None] = (None, None)
+        if can_time:
+            by_kernel, by_plain, num_layers = _PAIRS[name](shape, step, launcher)
+            took = (_seconds(by_kernel) * num_layers, _seconds(by_plain) * num_layers)
+            mx.clear_cache()
+        rows.append(Timed(name, *took, ours, stock))
+    return rows
+
+
+def table(rows: list[Timed], chip: str) -> str:
+    """The rows as lines of text."""
+    measured = any(row.kernel_seconds is not None for row in rows)
+    lines = [
+        f"{chip or 'no Apple chip'}: {'measured' if measured else 'nothing measured, there is no Metal back end'}, ms a decode step",
+        f"{'kernel':<12}{'kernel':>10}{'plain ops':>12}{'roofline':>12}{'stock roofline':>16}",
+    ]
+    for row in rows:
+        cells = (row.kernel_seconds, row.plain_seconds, row.roofline_seconds, row.stock_roofline_seconds)
+        texts = ["-" if cell is None else f"{cell * 1e3:.2f}" for cell in cells]
+        lines.append(f"{row.kernel:<12}{texts[0]:>10}{texts[1]:>12}{texts[2]:>12}{texts[3]:>16}")
+    return "\n".join(lines)
+
+
+def _seconds(call: Callable[[], Result]) -> float:
+    """Median seconds of a call; several are put into one evaluation, so that waiting for the GPU is shared by them."""
+
+    def once() -> float:
+        began = time.perf_counter()
+        mx.eval([call() for _ in range(_CALLS_A_TRY)])
+        return (time.perf_counter() - began) / _CALLS_A_TRY
+
+    once()  # compiles
+    return statistics.median(once() for _ in range(_TRIES))
+
+
+def _matrix(*shape: int) -> Int8:
+    *outer, width = shape
+    codes = mx.random.randint(0, 1 << 31, (*outer, width // 4)).astype(mx.uint32)
+    groups = (*outer, width // 64)
+    made = Int8(codes, mx.full(groups, 2.0**-9, mx.bfloat16), mx.full(groups, -0.25, mx.bfloat16))
+    mx.eval(*made)
+    return made
+
+
+def _numbers(*shape: int) -> mx.array:
+    made = mx.random.normal(shape).astype(mx.bfloat16)
+    mx.eval(made)
+    return made
+
+
+def _experts(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
+    kernel, x = ExpertsKernel(launcher), _numbers(step.rows, shape.hidden)
+    up = (shape.num_experts, shape.inner, shape.hidden)
+    matrices = (_matrix(*up), _matrix(*up), _matrix(shape.num_experts, shape.hidden, shape.inner))
+    chosen = np.argsort(np.random.default_rng(0).random((step.rows, shape.num_experts)), axis=1)[:, : shape.top_k]
+    experts = mx.array(chosen.astype(np.uint32))
+    routing = Routing(experts, mx.ones(experts.shape), experts.astype(mx.uint8), *order_plain(experts, shape.num_experts))
+    mx.eval(*routing)
+    return lambda: kernel(x, routing, *matrices), lambda: experts_plain(x, routing, *matrices, sort=True), shape.moe_layers
+
+
+def _head(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
+    kernel, x, embedding = HeadKernel(launcher), _numbers(step.rows, shape.hidden), _matrix(shape.vocab, shape.hidden)
+    keys = mx.array(np.arange(step.rows, dtype=np.uint64))
+    positions = mx.arange(step.rows, dtype=mx.int64)
+    return lambda: kernel(x, embedding, keys, positions), lambda: head_plain(x, embedding, keys, positions), 1
+
+
+def _pages(shape: roofline.Shape, step: roofline.Step, num_shared: int) -> tuple[mx.array, Paged]:
+    a_row, shared = -(-step.tokens // PAGE), num_shared // PAGE
+    ids = np.arange(step.rows * a_row, dtype=np.int32).reshape(step.rows, a_row)
+    first = np.arange(step.rows) // step.group_rows * step.group_rows
+    ids[:, :shared] = ids[first, :shared]
+    pool = (ids.size, shape.num_kv_heads, PAGE, shape.head_size)
+    lengths = mx.full((step.rows,), step.tokens, mx.int32)
+    q = _numbers(step.rows, shape.num_heads, shape.head_size)
+    return q, Paged(_numbers(*pool), _numbers(*pool), mx.array(ids), lengths, step.tokens)
+
+
+def _attention(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
+    kernel, scale = AttentionKernel(launcher), shape.head_size**-0.5
+    q, paged = _pages(shape, step, 0)
+    return lambda: kernel(q, paged, scale), lambda: attend_plain(q, paged, scale), shape.attention_layers
+
+
+def _prefix(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
+    """The shared tokens alone: once a group by K5, or once a row by K3."""
+    kernel, alone, scale = PrefixKernel(launcher), AttentionKernel(launcher), shape.head_size**-0.5
+    q, paged = _pages(shape, step, step.shared_tokens)
+    num_groups = step.rows // step.group_rows
+    members = [list(range(g * step.group_rows, (g + 1) * step.group_rows)) for g in range(num_groups)]
+    groups = share(members, [step.shared_tokens] * num_groups, step.rows, MOST_MEMBERS)
+    if groups is None:
+        raise ValueError(f"no page is shared by rows that share {step.shared_tokens} tokens")
+    only_shared = paged._replace(lengths=groups.starts, most_tokens=groups.most_tokens)
+    none = mx.zeros_like(groups.starts)
+    return lambda: kernel(q, paged, groups, scale), lambda: alone.pieces(q, only_shared, none, scale), shape.attention_layers
+
+
+def _router(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
+    kernel, x, gate = RouterKernel(launcher), _numbers(step.rows, shape.hidden), _numbers(shape.num_experts, shape.hidden)
+    rule, bias = RouterRule(shape.num_experts, shape.top_k, True, 1.0), mx.zeros((shape.num_experts,))
+    return lambda: kernel(x, gate, bias, rule), lambda: route_plain(x, gate, bias, rule), shape.moe_layers
+
+
+def _conv(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
+    kernel, projected = ConvKernel(launcher), _numbers(step.rows, 3 * shape.hidden)
+    tails, taps = _numbers(step.rows, shape.conv_kernel - 1, shape.hidden), _numbers(shape.hidden, shape.conv_kernel)
+    active = mx.ones((step.rows,), mx.bool_)
+    return lambda: kernel(projected, tails, taps, active), lambda: conv_plain(projected, tails, taps, active), shape.conv_layers
+
+
+_PAIRS: dict[str, Callable[[roofline.Shape, roofline.Step, Launcher], Pair]] = {
+    "experts": _experts,
+    "head": _head,
+    "attention": _attention,
+    "router": _router,
+    "prefix": _prefix,
+    "conv": _conv,
+}

@@ -1,0 +1,108 @@
+"""What decides whether a kernel is used: the self-check, the switches, the verdicts that doctor shows."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from metal.check import KERNELS, Dims, self_check
+from metal.kernels import Compiled, metal_works
+from metal.ops import NO_METAL, SWITCHED_OFF, Ops, choose, plain, verdicts
+from tests.metal_emulator.emulator import Emulator, can_emulate
+from tests.metal_emulator.proof import Mutant, mutants_of, planted
+
+DIMS = Dims(hidden=64, inner=64, num_experts=8, top_k=2, num_heads=8, num_kv_heads=2, head_size=64, conv_kernel=3, dtype=mx.bfloat16)
+NAMES = dict(zip(("K1", "K2", "K3", "K4", "K5", "K6"), KERNELS, strict=True))
+needs_emulator = pytest.mark.skipif(not can_emulate(), reason="needs PyPI's ziglang on Linux")
+
+
+@needs_emulator
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_every_kernel_agrees_with_plain_ops(dtype: mx.Dtype) -> None:
+    emulator = Emulator()
+    found = verdicts(replace(DIMS, dtype=dtype), launcher=emulator.metal_kernel, available=lambda: True)
+    assert [(one.kernel, one.uses_kernel, one.reason) for one in found] == [(kernel, True, "") for kernel in KERNELS]
+    assert emulator.most_threadgroup_bytes <= 32768
+
+
+FOUND = [
+    ("K1", "wrong expert", "outputs differ"),
+    ("K1", "gate and up exchanged", "outputs differ"),
+    ("K1", "wrong byte", "outputs differ"),
+    ("K2", "off by one position", "other tokens"),
+    ("K2", "not normalised", "logprobs differ"),
+    ("K2", "sums of one simdgroup", "other tokens"),
+    ("K3", "wrong page", "outputs differ"),
+    ("K3", "wrong tail", "outputs differ by nan"),
+    ("K4", "wrong tie", "other experts"),
+    ("K4", "not normalised", "weights differ"),
+    ("K5", "prefix left out", "outputs differ"),
+    ("K6", "tail of a row that rests", "tails differ"),
+]
+
+
+@needs_emulator
+@pytest.mark.parametrize(("kernel", "kind", "words"), FOUND)
+def test_self_check_finds_a_planted_fault(kernel: str, kind: str, words: str) -> None:
+    mutant: Mutant = next(one for one in mutants_of(kernel) if one.kind == kind)
+    verdict = self_check(NAMES[kernel], DIMS, planted(Emulator(), mutant))
+    assert not verdict.uses_kernel
+    assert words in verdict.reason
+
+
+def refusing(name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = "") -> Compiled:
+    raise RuntimeError(f"[metal::Device] Unable to build metal library from source: {name}")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_body_the_driver_refuses_means_plain_ops(kernel: str) -> None:
+    verdict = self_check(kernel, DIMS, refusing)
+    assert not verdict.uses_kernel
+    assert verdict.reason.startswith("does not run: [metal::Device] Unable")
+
+
+def test_a_model_the_kernels_are_not_made_for_gets_plain_ops() -> None:
+    dense = replace(DIMS, num_experts=0, top_k=0, head_size=48)
+    reasons = {kernel: self_check(kernel, dense, refusing).reason for kernel in KERNELS}
+    assert reasons["experts"] == reasons["router"] == "this model has no experts"
+    assert reasons["attention"] == "not made for this model: attention: head size 48 is not a multiple of 32"
+    many = replace(DIMS, num_experts=300)
+    assert "of at most 256" in self_check("router", many, refusing).reason
+
+
+def test_without_metal_everything_is_plain_and_says_so() -> None:
+    if metal_works():
+        pytest.skip("this machine has a Metal back end")
+    ops = choose(DIMS)
+    assert {one.reason for one in ops.verdicts} == {NO_METAL}
+    assert (ops.name, ops.kernels) == ("plain", ())
+    # A machine that claims Metal and has none: the first call of each check fails.
+    assert all(one.reason.startswith("does not run") for one in verdicts(DIMS, available=lambda: True) if one.kernel != "prefix")
+    assert plain().name == "plain"
+
+
+@needs_emulator
+def test_each_kernel_has_its_switch() -> None:
+    launcher = Emulator().metal_kernel
+    without = ("experts", "head", "router", "conv", "attention")
+    found = {one.kernel: one for one in verdicts(DIMS, without=without, launcher=launcher, available=lambda: True)}
+    assert all(found[kernel].reason == SWITCHED_OFF for kernel in without)
+    assert found["prefix"].reason == "needs the kernel of attention"
+    ops = choose(DIMS, without=("experts", "head", "router", "attention"), launcher=launcher, available=lambda: True)
+    assert (ops.kernels, ops.name) == (("conv",), "metal(conv)")
+    assert not ops.shares_prefixes
+
+
+@needs_emulator
+def test_ops_call_the_kernel_where_it_is_used_and_plain_ops_elsewhere() -> None:
+    emulator = Emulator()
+    ops = Ops([self_check("conv", DIMS, emulator.metal_kernel)], emulator.metal_kernel)
+    before = emulator.num_launches
+    projected, tails, taps = mx.ones((2, 192)), mx.ones((2, 2, 64)), mx.ones((64, 3))
+    y, kept = ops.convolve(projected, tails, taps, mx.array([True, False]))
+    assert emulator.num_launches == before + 1
+    assert mx.array_equal(y, mx.full((2, 64), 3.0)).item()
+    assert mx.array_equal(kept, tails).item()
+    plain().convolve(projected, tails, taps, mx.array([True, False]))
+    assert emulator.num_launches == before + 1
