@@ -14,6 +14,7 @@
     runs/<run>/checkpoints/e<epoch>/s<step:08d>/<name>
     runs/<run>/evals/v<version:08d>/<evaluation>/<part:04d>-<host>.safetensors.zst
     runs/<run>/evals/v<version:08d>/<evaluation>/summary.json
+    probes/<name>
     runs/<run>/retention/<unix seconds:010d>.json
     runs/<run>/revoked/<host | invite>.json
     runs/<run>/probe/<word>
@@ -141,6 +142,16 @@ def anchor_part(run: str, version: int, part: int, sha256: str) -> str:
 def anchor_index(run: str, version: int, sha256: str) -> str:
     """Index of an anchor's parts."""
     return f"{root(run)}anchors/{version:08d}/index-{sha256[:16]}.json"
+
+
+def anchors_prefix(run: str) -> str:
+    """Prefix of all anchors."""
+    return f"{root(run)}anchors/"
+
+
+def probe(name: str) -> str:
+    """An object that only tests the bucket: of no run, and deleted at once."""
+    return f"probes/{name}"
 
 
 def grant(run: str, host: str, sweep: int) -> str:
