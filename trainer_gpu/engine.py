@@ -36,6 +36,7 @@ from stoa.contracts.messages import (
 )
 from stoa.contracts.ports import Progress
 from stoa.weights.publisher import Prepared
+from trainer_gpu import host
 from trainer_gpu.crew import Build, Lead, alone
 from trainer_gpu.grant_book import GrantBook
 from trainer_gpu.intake import LATE_VERSIONS, Starved, Taken
@@ -94,7 +95,10 @@ class TrainerEngine:
             self._arrive(lease, progress)
             lease.intake.start()
             queue = names.lease_queue(request.run, lease.token)
-            acquired = Acquired(lease.token, self._handle.owner, queue, lease.step, lease.version, head.state)
+            acquired = Acquired(
+                lease.token, self._handle.owner, queue, lease.step, lease.version, head.state,
+                num_gpus=host.num_ranks(), anchor_version=lease.publisher.anchor_version,
+            )  # fmt: skip
             log.info("run_acquired", token=lease.token, step=lease.step, version=lease.version)
         self._on_lease(acquired)
         return acquired
@@ -112,10 +116,14 @@ class TrainerEngine:
                 return lease.last_step
             self._check_step(lease, request.step - 1)
             self._check_flight(lease, progress)
-            taken = lease.intake.take(lease.version, progress)
+            lease.intake.quarantine(request.quarantined)
+            progress.report("waiting for groups", version=lease.version, key=lease.step_manifest_key)
+            taken = lease.intake.take(lease.version, progress, request.wait_seconds)
             if isinstance(taken, Starved):
-                status = "stopped" if taken.stopping else "starved"
-                return StepResult(status, request.step, wait_seconds=taken.wait_seconds, reason=taken.reason)
+                return StepResult(
+                    "stopped" if taken.stopping else "starved", request.step, wait_seconds=taken.wait_seconds, reason=taken.reason,
+                    num_missing=taken.num_missing, oldest_version=taken.oldest_version,
+                )  # fmt: skip
             return self._train(lease, request.step, taken, progress)
 
     def publish(self, request: PublishRequest, progress: Progress) -> Published:
@@ -244,6 +252,8 @@ class TrainerEngine:
             anchor_bytes=lease.publisher.weights_bytes if anchor else 0,
             changed_fraction=changed_fraction,
             seconds=time.monotonic() - started,
+            arrived_version=lease.arrived_version,
+            arrived_delta_bytes=lease.arrived_delta_bytes,
         )
         return lease.last_published
 
@@ -256,6 +266,8 @@ class TrainerEngine:
                 self._drop_lease()
             raise
         if prepared is not None:
+            lease.arrived_version, lease.arrived_delta_bytes = prepared.version, prepared.delta_bytes
+            progress.report(f"version {prepared.version} is published", version=prepared.version, key=prepared.manifest_key)
             log.info(
                 "version_published",
                 version=prepared.version,

@@ -7,7 +7,7 @@ thread only fills; the engine's thread takes, settles or puts back. One Intake s
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -65,6 +65,10 @@ class Starved:
     reason: str
     wait_seconds: float
     stopping: bool = False
+    num_missing: int = 0
+    """Usable groups that the step still lacks."""
+    oldest_version: int = -1
+    """Groups of older versions are of no use to it."""
 
 
 @dataclass(slots=True)
@@ -76,13 +80,14 @@ class _Tally:
     num_sampled_tokens: int = 0
     newest: Group | None = None
 
-    def counts(self) -> HostCounts:
+    def counts(self, *, quarantined: bool) -> HostCounts:
         if self.newest is None:
-            return HostCounts(refused=dict(self.refused))
+            return HostCounts(refused=dict(self.refused), quarantined=quarantined)
         timings = self.newest.timings
         return HostCounts(
             accepted=self.num_accepted,
             refused=dict(self.refused),
+            quarantined=quarantined,
             num_sampled_tokens=self.num_sampled_tokens,
             decode_seconds=timings.decode_seconds,
             pull_latency_seconds=timings.pull_latency_seconds,
@@ -128,6 +133,7 @@ class Intake:
         self._refused: list[Refused] = []
         self._tallies: dict[str, _Tally] = {}
         self._noted = 0
+        self._quarantined: frozenset[str] = frozenset()
         self._read_twice: set[str] = set()
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -143,12 +149,21 @@ class Intake:
         self._closing.set()
         self._thread.shutdown(wait=False)
 
-    def take(self, version: int, progress: Progress) -> Taken | Starved:
-        """Groups for one step with `version` newest; waits for them at most `starved_seconds`, reporting progress.
+    def quarantine(self, hosts: Collection[str]) -> None:
+        """Take nothing of these hosts from here on, also of what has come; of all others again."""
+        with self._changed:
+            self._quarantined = frozenset(hosts)
+            self._buffer.drop_hosts(self._quarantined)
+
+    def take(self, version: int, progress: Progress, wait_seconds: float = 0.0) -> Taken | Starved:
+        """Groups for one step with `version` newest; waits for them at most `wait_seconds`, reporting progress.
+
+        Without `wait_seconds` that is the run's `starved_seconds`.
 
         Raises what the thread failed with, if it did.
         """
         started = time.monotonic()
+        longest = min(wait_seconds or self._learning.starved_seconds, self._learning.starved_seconds)
         no_signal = False
         while True:
             if self._filling is not None and self._filling.done():
@@ -161,17 +176,22 @@ class Intake:
                 num_waiting = self._buffer.num_waiting
                 no_signal = no_signal or choice.status == "no_signal"
                 if no_signal and waited > min(NO_SIGNAL_SECONDS, self._learning.starved_seconds / 2):
-                    return Starved("almost all groups have equal rewards: there is little left to learn from them", waited)
+                    return self._starved("almost all groups have equal rewards: there is little left to learn from them", version, waited)
                 if progress.cancelled or progress.stopping:
                     return Starved("asked to end", waited, stopping=True)
-                if waited > self._learning.starved_seconds:
-                    return Starved(f"{num_waiting} of {self._learning.groups_per_step} groups came in {waited:.0f} s", waited)
+                if waited > longest:
+                    reason = f"{num_waiting} of {self._learning.groups_per_step} groups came in {waited:.0f} s"
+                    return self._starved(reason, version, waited)
                 fresh = self._unnoted() if waited > NOTE_AFTER_SECONDS else ()
             if fresh:
                 self._note(fresh)
             progress.report(f"waiting for groups: {num_waiting} of {self._learning.groups_per_step}")
             with self._changed:
                 self._changed.wait(_WAIT_SECONDS)
+
+    def _starved(self, reason: str, version: int, waited: float) -> Starved:
+        missing = max(1, self._learning.groups_per_step - self._buffer.num_waiting)
+        return Starved(reason, waited, num_missing=missing, oldest_version=max(0, version - self._learning.max_staleness_hard))
 
     def settle(self) -> None:
         """The manifest of the step is written."""
@@ -188,7 +208,7 @@ class Intake:
 
     def _taken(self, groups: tuple[Group, ...], keys: tuple[str, ...], waited: float) -> Taken:
         drops = tuple(Dropped(drop.key, drop.reason) for drop in self._buffer.drops)
-        hosts = {name: tally.counts() for name, tally in self._tallies.items()}
+        hosts = {name: tally.counts(quarantined=name in self._quarantined) for name, tally in self._tallies.items()}
         return Taken(groups, keys, drops, tuple(self._refused), hosts, waited)
 
     def _unnoted(self) -> tuple[Dropped, ...]:
@@ -224,6 +244,9 @@ class Intake:
             return ()
 
     def _dropped_unread(self, arrival: Arrival) -> bool:
+        if arrival.named.host in self._quarantined:
+            self._refuse(arrival, Reason.QUARANTINED, "its host is quarantined")
+            return True
         if not is_stale(self._versions.newest, arrival.named.version, self._learning.max_staleness_hard):
             return False
         with self._changed:

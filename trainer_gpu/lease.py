@@ -45,6 +45,9 @@ class Lease:
     settled: set[str]
     last_step: StepResult | None = None
     last_published: Published | None = None
+    arrived_version: int = -1
+    """Newest version that HEAD names of those this lease published, and the size of its delta."""
+    arrived_delta_bytes: int = 0
 
 
 def identity_of(handle: RunHandle, policy: Policy) -> Identity:

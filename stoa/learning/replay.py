@@ -6,7 +6,7 @@ dropped as soon as it is looked at, not when its turn comes, so that the next st
 admission ledger.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,8 +14,8 @@ from stoa.learning.advantages import is_constant
 from stoa.learning.staleness import is_stale
 from stoa.rollouts.records import Group
 
-DropReason = Literal["stale", "all_zero", "all_one", "all_equal"]
-"""Too old, or all rewards are 0, are 1, or are some other equal number."""
+DropReason = Literal["stale", "all_zero", "all_one", "all_equal", "quarantined"]
+"""Too old; all rewards are 0, are 1, or are some other equal number; or its host may take part no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,12 @@ class ReplayBuffer:
         self._known.add(key)
         self._drops.append(Drop(key, "stale"))
         return True
+
+    def drop_hosts(self, hosts: Collection[str]) -> None:
+        """Drop the waiting groups of these hosts."""
+        for key in [key for key, (_, group) in self._queue.items() if group.host in hosts]:
+            del self._queue[key]
+            self._drops.append(Drop(key, "quarantined"))
 
     def take(self, version: int) -> tuple[Choice, tuple[Group, ...]]:
         """Choose for the next step with `version` newest. Raises RuntimeError if the step before is neither settled nor put back."""

@@ -27,6 +27,8 @@ from stoa.rollouts.shard import decode_group
 class Reason(StrEnum):
     """Why a group is refused."""
 
+    QUARANTINED = "quarantined"
+    """Its host may take part no more; the group was not read."""
     BAD_KEY = "bad_key"
     """The object's key is not one of a group of this run."""
     MALFORMED = "malformed"

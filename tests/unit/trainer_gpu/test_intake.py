@@ -192,3 +192,36 @@ def test_numbers_of_a_group_arrive_unchanged(store: Store, intake: Intake) -> No
         for ours, theirs in zip(before.episodes, after.episodes, strict=True):
             assert np.array_equal(ours.ids, theirs.ids)
             assert np.array_equal(ours.logprobs, theirs.logprobs)
+
+
+def test_quarantined_host_is_refused_unread_and_what_waited_of_it_is_dropped(store: Store, intake: Intake) -> None:
+    waiting = put(store, group(0, host="bad"))
+    time.sleep(0.7)
+    intake.quarantine(("bad",))
+    late = put(store, group(1, host="bad"), b"not even a group")
+    time.sleep(0.7)
+    honest = [put(store, group(slot)) for slot in (2, 3)]
+    taken = intake.take(5, Reports())
+    assert isinstance(taken, Taken)
+    assert taken.keys == tuple(honest)
+    assert taken.dropped == (Dropped(waiting, "quarantined"),)
+    assert [(refused.key, refused.reason) for refused in taken.refused] == [(late, "quarantined")]
+    assert taken.hosts["bad"].quarantined
+    assert not taken.hosts["mac"].quarantined
+    intake.settle()
+    intake.quarantine(())  # released: what comes from here on counts again
+    freed = [put(store, group(slot, host="bad")) for slot in (4, 5)]
+    again = intake.take(5, Reports())
+    assert isinstance(again, Taken)
+    assert again.keys == tuple(freed)
+
+
+def test_short_wait_says_how_many_groups_are_missing_and_how_old_they_may_be(store: Store, intake: Intake) -> None:
+    put(store, group(0))
+    started = time.monotonic()
+    starved = intake.take(5, Reports(), wait_seconds=1.0)
+    assert time.monotonic() - started < 3.0
+    assert isinstance(starved, Starved)
+    assert (starved.num_missing, starved.oldest_version, starved.stopping) == (1, 3, False)
+    put(store, group(1))
+    assert isinstance(intake.take(5, Reports()), Taken)
