@@ -114,22 +114,27 @@ def gpu(
 
 
 def _print(model: "Model", planned: "list[tuple[int, float, list[Line]]]", micro_batch_tokens: int) -> None:
+    import json
+
     from rich.console import Console
     from rich.table import Table
 
-    from cli.plan.gpu import HEAD_BYTES, RESERVE_BYTES, advice
+    from cli.plan.gpu import HEAD_BYTES, RESERVE_BYTES, WAYS, advice
 
     console = Console(highlight=False)
     experts = f", {model.num_expert / model.num_parameters:.1%} in experts" if model.num_expert else ""
     console.print(f"{model.name}: {model.num_parameters:,} parameters{experts}; int8 on the wire {say.bytes_text(model.wire_bytes)}")
     for num, size, lines in planned:
-        table = Table("way", "state on a GPU", "micro-batch it leaves room for", "host memory", "", box=None, pad_edge=False)
+        table = Table("way", "state on a GPU", "micro-batch it leaves room for", "host memory", box=None, pad_edge=False)
         for line in lines:
             room = f"{line.micro_batch_tokens:,} tokens" if line.fits else "does not fit"
-            note = line.way.note if line.way.status == "built" else f"{line.way.note} (not built)"
-            table.add_row(line.way.name, say.bytes_text(line.state_bytes), room, say.bytes_text(line.host_bytes), note)
+            table.add_row(line.way.name, say.bytes_text(line.state_bytes), room, say.bytes_text(line.host_bytes))
         console.print(f"\n[bold]{num} x {size:g} GB[/]: {advice(lines, micro_batch_tokens)}")
         console.print(table)
+    console.print()
+    for way in WAYS:
+        chosen = ", ".join(f"learning.{name} = {json.dumps(value)}" for name, value in way.settings.items())
+        console.print(f"{way.name}: {way.note}{f' ({chosen})' if chosen else ''}", soft_wrap=True)
     kept = say.bytes_text(model.activation_bytes_per_token)
     console.print(
         f"\nA token keeps {kept} for the backward pass; a GPU keeps {say.bytes_text(RESERVE_BYTES)} and 5 % for itself, the head "

@@ -3,19 +3,22 @@
 Weights, gradients and optimizer state are exact counts of the layout's numbers. Activations are counted tensor by
 tensor for this model family without recomputation; what a GPU keeps for itself is a stated reserve. 1 GB is 1e9 bytes.
 
-Bytes a parameter: weight bf16 2, gradient fp32 4, master fp32 4, Adam's two moments 4 + 4.
+Bytes a parameter: weight bf16 2, gradient fp32 4, master fp32 4, Adam's two moments 4 + 4, or 2 + 2 in bf16. Weights and
+gradients are on every GPU that holds the parameter, masters and moments are spread over those GPUs. Each way is one that
+the trainer has, with the settings that choose it.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from stoa.contracts.errors import CheckpointError, UsageError
 from stoa.weights.layout import layout_of
 
-WEIGHT, GRADIENT, ADAM = 2, 4, 12
+WEIGHT, GRADIENT, MASTER, MOMENT, MOMENT_BF16 = 2, 4, 4, 4, 2
 RESERVE_BYTES: Final = 4_000_000_000
 """Of one GPU: CUDA's context, communication buffers, kernels' workspaces."""
 FRAGMENTATION: Final = 0.05
@@ -51,7 +54,6 @@ LFM2_5_8B_A1B: Final[Mapping[str, object]] = {
     "num_experts_per_tok": 4,
     "use_expert_bias": True,
 }
-Status = Literal["built", "not built"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Model:
     wire_bytes: int
     embedding_bytes: int
     """fp32 gradient of the tied embedding while the head's backward pass runs."""
+    block_bytes: int
+    """bf16 gradient of a layer's experts while their backward pass runs, before it is added to the fp32 one."""
 
     @property
     def num_parameters(self) -> int:
@@ -75,30 +79,39 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to hold the trainer's state. Bytes a parameter, by part; `expert_cut`: experts are shared over all GPUs."""
+    """One way to hold the trainer's state, and the `[learning]` settings that choose it, beside dtype = "bfloat16"."""
 
     name: str
-    status: Status
-    expert_cut: bool
-    kept_bytes: int
-    """On every GPU that holds the parameter."""
-    cut_bytes: int
-    """Spread over all GPUs that hold the parameter."""
-    host_bytes: int
+    settings: Mapping[str, str | int | bool]
     note: str
-    alone: bool = False
-    """Worth its price on one GPU only."""
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether each expert is on as few GPUs as can be."""
+        return self.settings.get("expert_parallel", 0) != 1
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a parameter's master and moments."""
+        return MASTER + 2 * (MOMENT_BF16 if self.settings.get("moment_dtype") == "bfloat16" else MOMENT)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether they are in the host's memory."""
+        return bool(self.settings.get("optimizer_on_host", False))
 
 
 WAYS: Final = (
-    Way("Adam in fp32", "built", False, WEIGHT + GRADIENT + ADAM, 0, 0, "every GPU holds everything"),
-    Way("experts shared", "built", True, WEIGHT + GRADIENT + ADAM, 0, 0, "expert parallel over all GPUs, Adam in fp32"),
-    Way("optimizer sharded", "not built", False, WEIGHT + GRADIENT, ADAM, 0, "data parallel, distributed optimizer"),
-    Way("experts shared, optimizer sharded", "not built", True, WEIGHT + GRADIENT, ADAM, 0, "expert parallel and distributed optimizer"),
-    Way("moments in bf16", "not built", False, WEIGHT + GRADIENT + 8, 0, 0, "masters fp32; noise in the moments", alone=True),
-    Way("bf16 gradients and moments", "not built", False, WEIGHT + 2 + 8, 0, 0, "masters fp32; sums are rounded", alone=True),
-    Way("optimizer on the host", "not built", False, WEIGHT + GRADIENT, 0, ADAM, "the processor updates: seconds a step", alone=True),
-)  # fmt: skip
+    Way("Adam in fp32", {}, "the default: experts shared by all GPUs, the optimizer spread over who holds a weight"),
+    Way("experts on every GPU", {"expert_parallel": 1}, "no tokens between GPUs, the optimizer spread over all"),
+    Way("moments in bf16", {"moment_dtype": "bfloat16"}, "masters in fp32; needs beta2 <= 0.99"),
+    Way("optimizer on the host", {"optimizer_on_host": True}, "a step moves 6 bytes a parameter over the bus, and the processor updates"),
+    Way(
+        "optimizer on the host, moments in bf16",
+        {"optimizer_on_host": True, "moment_dtype": "bfloat16"},
+        "as above with a third less host memory",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,29 +155,34 @@ def model_of(name: str, config: Mapping[str, object]) -> Model:
         _activation_bytes(config, {spec.name: spec.shape for spec in layout.tensors}),
         layout.num_bytes,
         4 * embedding.num_elements,
+        2 * 2 * max((spec.num_elements for spec in layout.tensors if ".switch_mlp.gate_proj" in spec.name), default=0),
     )
 
 
 def _activation_bytes(config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> int:
     """What one token's forward pass keeps for the backward pass, in bf16, flash attention, nothing recomputed.
 
-    A linear layer keeps its input; a product keeps both factors; a norm its input. Experts count once a chosen one.
+    A linear layer keeps its input; a product keeps both factors; a norm its input. Experts count once a chosen one, and
+    what a norm puts out is the input of what follows it. Counted against torch's saved tensors by a test.
     """
-    topk = config.get("num_experts_per_tok")
+    topk, kernel = config.get("num_experts_per_tok"), config.get("conv_L_cache")
     chosen = topk if isinstance(topk, int) else 1
+    num_taps = kernel if isinstance(kernel, int) else 3
     kept = 0
     for name, shape in shapes.items():
         rows, columns = (0, *shape)[-2:]
         if ".switch_mlp.down_proj" in name:
-            kept += chosen * (rows + 4 * columns)  # routed input, gate, up, silu x up, its weighted twin
+            kept += chosen * (rows + 5 * columns)  # routed input, gate and up, silu, silu x up, its weighted twin
+        elif name.endswith("feed_forward.gate.weight"):
+            kept += 2 * columns + 8 * rows  # an fp32 copy of the router's input; its scores
         elif name.endswith(("feed_forward.down_proj.weight", "feed_forward.w2.weight")):
-            kept += rows + 3 * columns
+            kept += 4 * columns  # gate and up, silu, silu x up
         elif name.endswith("conv.in_proj.weight"):
-            kept += columns + rows + 2 * columns  # its input, b c x, the gated product and the convolution's output
+            kept += rows + (2 + num_taps) * columns  # b, c and x; the gated product at each tap, their sum, its product with c
         elif name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")):
             kept += 2 * rows  # before and after norm and rotation
         elif name.endswith("self_attn.out_proj.weight"):
-            kept += 2 * columns  # input and attention's output
+            kept += columns  # attention's output
         elif name.endswith(("operator_norm.weight", "ffn_norm.weight")):
             kept += 2 * columns  # input and output
     return 2 * kept
@@ -176,28 +194,26 @@ def plan(model: Model, num_gpus: int, gpu_gigabytes: float, *, overhead: float =
         raise UsageError(f"{num_gpus} GPUs of {gpu_gigabytes:g} GB: not a machine")
     lines: list[Line] = []
     for way in WAYS:
-        if way.expert_cut and (num_gpus == 1 or not model.num_experts or model.num_experts % num_gpus):
+        share = math.gcd(model.num_experts, num_gpus) if way.shares_experts and model.num_experts else 1
+        if not way.shares_experts and (num_gpus == 1 or not model.num_experts):
             continue
-        if (way.cut_bytes and num_gpus == 1) or (way.alone and num_gpus > 1):
-            continue
-        # Experts that are shared lie on one GPU each, whose optimizer state has nobody to be spread over.
-        holders = 1 if way.expert_cut else num_gpus
-        local = model.num_expert // num_gpus if way.expert_cut else model.num_expert
-        state = local * way.kept_bytes + local * way.cut_bytes // holders
-        state += model.num_other * way.kept_bytes + model.num_other * way.cut_bytes // num_gpus
+        kept, spread = WEIGHT + GRADIENT, 0 if way.on_host else way.state_bytes
+        local = model.num_expert // share
+        state = local * kept + local * spread // (num_gpus // share)
+        state += model.num_other * kept + model.num_other * spread // num_gpus
         gpu_bytes = int(gpu_gigabytes * 1e9)
-        room = int(gpu_bytes * (1 - overhead)) - RESERVE_BYTES - HEAD_BYTES - model.embedding_bytes - state
+        passing = HEAD_BYTES + model.embedding_bytes + model.block_bytes // share
+        room = int(gpu_bytes * (1 - overhead)) - RESERVE_BYTES - passing - state
         tokens = max(0, room // model.activation_bytes_per_token) // 256 * 256
-        host = model.num_parameters * way.host_bytes + 2 * model.wire_bytes
+        host = model.num_parameters * (way.state_bytes if way.on_host else 0) + 2 * model.wire_bytes
         lines.append(Line(num_gpus, gpu_bytes, way, state, tokens, tokens > 0, host))
     return lines
 
 
 def advice(lines: Sequence[Line], needed_tokens: int) -> str:
-    """The first way that is built and leaves room for a micro-batch, or else what comes nearest."""
-    for status in ("built", "not built"):
-        for line in lines:
-            if line.way.status == status and line.micro_batch_tokens >= needed_tokens:
-                return line.way.name if status == "built" else f"{line.way.name}, which this version does not have"
+    """The first way that leaves room for a micro-batch, or else what comes nearest."""
+    for line in lines:
+        if line.micro_batch_tokens >= needed_tokens:
+            return line.way.name
     best = max(lines, key=lambda line: line.micro_batch_tokens)
     return f"nothing with {needed_tokens} tokens; {best.micro_batch_tokens} with {best.way.name}" if best.fits else "nothing fits"
