@@ -24,7 +24,9 @@ from stoa.bucket import keys
 from stoa.bucket.head import Head
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
-from stoa.contracts.errors import InfrastructureFaultError, ServiceUnavailableError, StarvedError, StoaError, WrongStateError
+from stoa.bucket.tickets import MAX_KEYS, TicketBook
+from stoa.bucket.uploads import TicketTarget
+from stoa.contracts.errors import InfrastructureFaultError, ServiceUnavailableError, StarvedError, StoaError, TicketError, WrongStateError
 from stoa.contracts.fleet_messages import SweepRequest, SweepResult, SweepStatus
 from stoa.contracts.ports import Progress
 from stoa.rollouts.records import Episode, Fingerprint, Group, Timings
@@ -101,10 +103,11 @@ class MacEngine:
         waits: Waits = Waits(),
         guest: Guest | None = None,
         fingerprint: str = "",
+        tickets: TicketBook | None = None,
     ) -> None:
         """`folder` keeps this run's weights and spool; `model_folder` holds the run's config.json; `guest`: when to play.
 
-        fingerprint: numeric one of this machine, which its groups carry.
+        fingerprint: numeric one of this machine, which its groups carry. tickets: of an invited Mac, whose key does not write.
         """
         self._store, self._config, self._environment = store, document.config, environment
         self._run, self._host, self._folder, self._waits = document.run, host, folder, waits
@@ -112,7 +115,9 @@ class MacEngine:
         self._guest = guest or Guest()
         self._versions = Versions(store, document, model_config, folder / "weights", cache_bytes=self._guest.allowed.cache_bytes)
         self._spool = Spool(folder / "spool")
-        self._uploader = Uploader(Gate(store, lambda: self._guest.may_transfer), self._spool)
+        self._tickets = tickets
+        target = store if tickets is None else TicketTarget(store, tickets)
+        self._uploader = Uploader(Gate(target, lambda: self._guest.may_transfer), self._spool)
         self._recovered = False
         self._ended_at = time.monotonic()
         self._busy = False
@@ -155,6 +160,9 @@ class MacEngine:
         down_before = self._store.meters.total().bytes_down
         up_before = self._uploader.bytes_sent
         try:
+            if self._tickets is not None:
+                self._tickets.take(request.tickets)
+                self._uploader.retry(self._tickets.has)
             head = self._await_head(request, progress)
             self._recover(head)
             with self._guest.playing():
@@ -169,6 +177,7 @@ class MacEngine:
                 resting=result.status == "paused" and not self._guest.decision.starts,
                 bytes_up=self._uploader.bytes_sent - up_before,
                 bytes_down=self._store.meters.total().bytes_down - down_before,
+                unsent=tuple(self._uploader.unsent()[:MAX_KEYS]),
             )
         except _BrokenOffError as end:
             self._stopped = self._stopped or end.status == "stopped"
@@ -421,6 +430,8 @@ class MacEngine:
                     f"{self._store.name} did not take all groups of this sweep", hint="they are kept and sent at the next start"
                 )
             progress.report("waiting for the bucket to take groups")
+        if set(run.keys) & set(self._uploader.unsent()):
+            raise TicketError(f"part {run.request.part} of evaluation {run.request.evaluation} waits for a ticket")
 
     def _recover(self, head: Head) -> None:
         """Once a process: send what an earlier one left in the spool, and wait for it before looking for what is missing."""
@@ -453,13 +464,13 @@ class MacEngine:
         part.write_text(f"{max(request.sweep, last or 0)}\n", "ascii")
         part.replace(mark)
         if last is not None and request.sweep > last:
-            return set()
+            return set(request.shipped)
         oldest = max(0, head.version - self._config.learning.max_staleness_hard)
-        names = self._uploader.pending()
-        for version in range(oldest, head.version + 1):
+        names = self._uploader.pending() if self._tickets is None else self._uploader.seen()
+        for version in range(oldest, head.version + 1) if self._tickets is None else ():  # an invited Mac may not list
             prefix = keys.groups_of_sweep(self._run, version, self._host, request.sweep)
             names += [listed.key for listed in self._store.list(prefix)]
-        found = {parts.group for _, parts in keys.ours(names, keys.parse_group) if parts.sweep == request.sweep}
+        found = {parts.group for _, parts in keys.ours(names, keys.parse_group) if parts.sweep == request.sweep} | set(request.shipped)
         if found:
             _log.info("sweep_resumed", sweep=request.sweep, groups_found=len(found))
         return found

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 import structlog
 import xxhash
 
-from stoa.contracts.errors import DiskFullError, ObjectExistsError, ServiceUnavailableError, StoaError
+from stoa.contracts.errors import DiskFullError, ObjectExistsError, ServiceUnavailableError, StoaError, TicketError
 
 _log = structlog.get_logger(__name__)
 
@@ -29,6 +29,7 @@ WAIT_SECONDS: Final = (0.2, 10.0)
 CLOSE_SECONDS: Final = 2.0
 """For the object in hand when this process ends; it stays in the spool."""
 _SUM_BYTES: Final = 8
+MAX_REMEMBERED: Final = 1024
 _PART: Final = ".part"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -121,6 +122,8 @@ class Uploader:
         self._target, self._spool, self._wait_seconds = target, spool, wait_seconds
         self._changed = threading.Condition()
         self._queue: deque[str] = deque()
+        self._unsent: list[str] = []
+        self._sent: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._closing = False
         self._fault: StoaError | None = None
         self.num_sent = 0
@@ -152,7 +155,25 @@ class Uploader:
     def pending(self) -> list[str]:
         """Keys that are not in the bucket yet."""
         with self._changed:
-            return list(self._queue)
+            return [*self._unsent, *self._queue]
+
+    def seen(self) -> list[str]:
+        """Keys that are not in the bucket yet, and the last ones that went there: nobody needs to make them again."""
+        with self._changed:
+            return [*self._sent, *self._unsent, *self._queue]
+
+    def unsent(self) -> list[str]:
+        """Keys that wait for a ticket, oldest first; nobody else waits for them."""
+        with self._changed:
+            return list(self._unsent)
+
+    def retry(self, has_ticket: Callable[[str], bool]) -> None:
+        """Queue again what waited for a ticket and has one now."""
+        with self._changed:
+            ready = [key for key in self._unsent if has_ticket(key)]
+            self._unsent = [key for key in self._unsent if key not in ready]
+            self._queue.extend(ready)
+            self._changed.notify_all()
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until nothing is left to send; False if something still is. Raises what made an object undeliverable."""
@@ -174,7 +195,7 @@ class Uploader:
 
     def _enqueue(self, key: str) -> None:
         with self._changed:
-            if key not in self._queue:
+            if key not in self._queue and key not in self._unsent:
                 self._queue.append(key)
             self._changed.notify_all()
 
@@ -209,6 +230,11 @@ class Uploader:
                 self.num_refused += 1
                 _log.warning("object_refused", key=key, reason="the key is taken")
                 break
+            except TicketError as error:
+                _log.warning("object_waits_for_ticket", key=key, reason=error.message)
+                with self._changed:
+                    self._unsent.append(key)
+                return True
             except StoaError as error:
                 if not error.retryable:
                     # The spool keeps it: the next start tries again, perhaps with a better key for the bucket.
@@ -223,5 +249,7 @@ class Uploader:
                 if self._changed.wait_for(lambda: self._closing, wait_seconds):
                     return False
             wait_seconds = min(wait_seconds * 2, longest_seconds)
+        with self._changed:
+            self._sent.append(key)
         self._spool.remove(key)
         return True

@@ -21,13 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import structlog
 from pydantic import ConfigDict, TypeAdapter
 
 from stoa.bucket import keys, presign
 from stoa.bucket.manifest import canonical
 from stoa.config.load import Credentials
 from stoa.contracts.errors import FormatError, TicketError
-from stoa.contracts.sealed import TICKET, parts_of
+from stoa.contracts.sealed import SEALED, TICKET, parts_of
+
+_log = structlog.get_logger(__name__)
 
 MAX_SIGNATURES: Final = 128
 """In one minting: 5.5 kB of text, so that a grant of 64 groups still fits a message."""
@@ -143,6 +146,14 @@ class TicketBook:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
             file.writelines(f"{one}\n" for one in self._texts)
         part.replace(self._path)
+
+    def take(self, text: str) -> None:
+        """Keep the tickets that came with a request, if any; what cannot be read, or opened, is said and passed over."""
+        if text:
+            try:
+                self.accept(text)
+            except FormatError as error:
+                _log.warning("tickets_unreadable", sealed=text.startswith(SEALED), error=error.message)
 
     def has(self, key: str) -> bool:
         """True if there is a ticket for `key` that is good now."""

@@ -18,7 +18,7 @@ from botocore.utils import get_environ_proxies
 from stoa.bucket import presign
 from stoa.bucket.store import Store, kind_of
 from stoa.bucket.tickets import TicketBook
-from stoa.contracts.errors import BucketError, DigestError, ObjectExistsError, ServiceUnavailableError, TicketError
+from stoa.contracts.errors import BucketError, ObjectExistsError, ServiceUnavailableError, TicketError
 
 CONNECT_SECONDS: Final = 3.0
 READ_SECONDS: Final = 60.0
@@ -49,7 +49,7 @@ class TicketTarget:
         Raises:
             TicketError: no good ticket for `key`, or the bucket does not take the one there is.
             ObjectExistsError: the object is there; this Mac wrote it before.
-            DigestError: the bytes were damaged on the way. ServiceUnavailableError: what may pass.
+            ServiceUnavailableError: what may pass, also bytes that were damaged on their way.
         """
         settings = self._store.settings
         url = self._book.url(key, settings.endpoint, settings.name)
@@ -79,10 +79,8 @@ class TicketTarget:
                 f"{where}: the bucket does not take our ticket ({code or status})",
                 hint="it has expired, or the run signs for another endpoint: macs.bucket_endpoint must be the one in the token",
             )
-        if status == 400:
-            return DigestError(
-                f"{where}: the bucket received other bytes or did not understand ({code or status})", hint="sent again later"
-            )
+        if code == "BadDigest":
+            return ServiceUnavailableError(f"{where}: the bytes were damaged on their way", hint="the object is kept and sent again")
         if status >= 500 or status == 429:
             return ServiceUnavailableError(f"{self._store.name} answers {status}", hint="the object is kept and sent later")
         return BucketError(f"{where}: the bucket answered {code or status}")
