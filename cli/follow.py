@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,9 @@ from stoa.contracts.errors import ServiceUnavailableError
 POLL_SECONDS: Final = 2.0
 OUTAGE_SECONDS: Final = 900.0
 """A server may be away this long before following ends; the run rides it out by itself."""
+PIPE_COLUMNS: Final = 400
+"""In a pipe nothing is cut to the width of a terminal."""
+ASKED: Final = "asked on the command line"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def follow(found: Found, max_steps: int, ui_url: str = "") -> RunRecord:
 
 def reached(stop: Stop, record: RunRecord) -> bool:
     """True if a run got what it was started for: its steps, versions or target, not merely the end of its time."""
-    best = max((e.pass_at_1 for e in record.evaluations), default=0.0)
+    best = max((e.interval_95[0] for e in record.evaluations if not e.error), default=0.0)
     return bool(
         (stop.max_steps and record.step >= stop.max_steps)
         or (stop.max_versions and record.version >= stop.max_versions)
@@ -85,8 +88,14 @@ def reached(stop: Stop, record: RunRecord) -> bool:
 
 def ask(run: str, update: str, reason: str, config: Path | None, *, as_json: bool, said: str) -> None:
     """Send an update to a run and tell what it does now."""
+    tell(run, config, lambda control: control.ask(run, update, reason or ASKED), as_json=as_json, said=said)
+
+
+def tell(run: str, config: Path | None, do: Callable[[Control], None], *, as_json: bool, said: str) -> None:
+    """Do something to a run, then say that it is done; with `as_json` its status instead."""
     with find_run(run, config) as found:
-        found.control.ask(run, update, reason or "asked on the command line")
+        do(found.control)
         if as_json:
             say.data(json.dumps(asdict(found.control.status(run)), indent=2))
-    say.talk(f"run {run} {said}")
+            return
+    say.data(f"run {run} {said}")

@@ -116,7 +116,16 @@ def run_input(config: RunConfig) -> RunInput:
     stop, evaluation = config.stop, config.evaluation
     return RunInput(
         run=config.run,
-        stop=StopConditions(stop.max_steps, stop.max_versions, stop.max_minutes * 60.0, stop.target_pass_at_1),
+        stop=StopConditions(
+            stop.max_steps,
+            stop.max_versions,
+            stop.max_minutes * 60.0,
+            stop.target_pass_at_1,
+            stop.max_gpu_hours,
+            stop.max_dollars,
+            stop.dollars_per_gpu_hour,
+            stop.on_alarm,
+        ),
         evaluation=EvaluationPlan(
             every_versions=evaluation.every_versions,
             num_questions=evaluation.num_questions,
@@ -133,6 +142,9 @@ def run_input(config: RunConfig) -> RunInput:
         heartbeat_seconds=config.timeouts.heartbeat_seconds,
         mac_namespace=config.temporal.namespace_mac,
         max_staleness=config.learning.max_staleness_hard,
+        groups_per_step=config.learning.groups_per_step,
+        starved_seconds=config.learning.starved_seconds,
+        anchor_by_join_cost=config.publish.anchor_by_join_cost,
     )
 
 

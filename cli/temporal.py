@@ -30,7 +30,7 @@ from stoa.contracts.errors import (
     UsageError,
 )
 from stoa.contracts.fleet_messages import FleetMember, FleetPage, FleetQuery, SessionStatus
-from stoa.contracts.messages import Ask, RunInput, RunResult, RunStatus
+from stoa.contracts.messages import AnchorCadence, Ask, MacAsk, RunInput, RunResult, RunStatus
 
 CALL_SECONDS: Final = 10.0
 QUERY_SECONDS: Final = 4.0
@@ -74,7 +74,11 @@ class Control:
         return self._call(self._result(run), run)
 
     def fleet(self, run: str) -> tuple[FleetMember, ...]:
-        """Members of the run's fleet, joined or left, all pages."""
+        """Members of the run's fleet that are listed, all pages."""
+        return self._call(self._fleet(run), run).members
+
+    def fleet_view(self, run: str) -> FleetPage:
+        """The fleet in one: all members that are listed, how many play, and the slowest and why."""
         return self._call(self._fleet(run), run)
 
     def sessions(self, run: str, hosts: tuple[str, ...]) -> tuple[SessionStatus, ...]:
@@ -82,8 +86,16 @@ class Control:
         return self._call(self._sessions(run, hosts), run)
 
     def ask(self, run: str, update: str, reason: str) -> None:
-        """Send the update `pause`, `resume` or `stop`. Raises UsageError if the run refuses it."""
-        self._call(self._ask(run, update, reason), run)
+        """Send the update `pause`, `resume`, `drain` or `stop`. Raises UsageError if the run refuses it."""
+        self._call(self._update(run, update, Ask(reason)), run)
+
+    def ask_mac(self, run: str, update: str, host: str, reason: str) -> None:
+        """Send the update `quarantine`, `drain_mac` or `release`. Raises UsageError if the run refuses it."""
+        self._call(self._update(run, update, MacAsk(host, reason)), run)
+
+    def set_anchor_cadence(self, run: str, cadence: AnchorCadence) -> None:
+        """Change how often anchors come. Raises UsageError if the run refuses it."""
+        self._call(self._update(run, names.SET_ANCHOR_CADENCE, cadence), run)
 
     async def _client(self, namespace: str) -> Client:
         if namespace not in self._clients:
@@ -121,7 +133,7 @@ class Control:
         except WorkflowFailureError as failure:
             raise ServiceError(f"run {run}: {innermost(failure)}") from None
 
-    async def _fleet(self, run: str) -> tuple[FleetMember, ...]:
+    async def _fleet(self, run: str) -> FleetPage:
         handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))
         members: list[FleetMember] = []
         after = ""
@@ -131,7 +143,7 @@ class Control:
             )
             members.extend(page.members)
             if not page.next_host or page.next_host == after:
-                return tuple(members)
+                return FleetPage(tuple(members), page.num_macs, "", page.slowest)
             after = page.next_host
 
     async def _sessions(self, run: str, hosts: tuple[str, ...]) -> tuple[SessionStatus, ...]:
@@ -146,10 +158,10 @@ class Control:
 
         return tuple(status for status in await asyncio.gather(*map(one, hosts)) if status is not None)
 
-    async def _ask(self, run: str, update: str, reason: str) -> None:
+    async def _update(self, run: str, update: str, argument: Ask | MacAsk | AnchorCadence) -> None:
         handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))
         try:
-            await handle.execute_update(update, Ask(reason), rpc_timeout=timedelta(seconds=6 * CALL_SECONDS))
+            await handle.execute_update(update, argument, rpc_timeout=timedelta(seconds=6 * CALL_SECONDS))
         except WorkflowUpdateFailedError as failure:
             raise UsageError(f"run {run}: {update} was refused: {innermost(failure)}") from None
         except RPCError as problem:

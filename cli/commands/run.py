@@ -13,6 +13,7 @@ def run(
     *,
     resume: bool = False,
     detach: bool = False,
+    no_doctor: bool = False,
     sets: Sets = (),
 ) -> Exit:
     """Start a run and follow it to its end. Ctrl-C stops following; the run goes on.
@@ -25,7 +26,10 @@ def run(
         Go on with the stopped run of this name. Only [stop] may differ from what it was started with.
     detach
         Start it and return.
+    no_doctor
+        Do not look first whether this machine is fit for it.
     """
+    from cli.doctor.checks import fit_for_run
     from cli.follow import Found, follow, reached
     from cli.launch import launch, open_store
     from cli.report.collect import Collector
@@ -33,6 +37,8 @@ def run(
     from stoa.config.load import load_run
 
     settings = load_run(config, sets)
+    if not no_doctor and not fit_for_run(settings):
+        return Exit.FAULT_FOUND
     with Control(settings.temporal) as control:
         launched = launch(settings, control, resume=resume)
         stop = settings.stop
@@ -44,12 +50,16 @@ def run(
             f"version {stop.max_versions}" if stop.max_versions else "",
             say.counted(stop.max_minutes, "minute") if stop.max_minutes else "",
             f"pass@1 of {stop.target_pass_at_1:g}" if stop.target_pass_at_1 else "",
+            say.counted(stop.max_gpu_hours, "GPU hour") if stop.max_gpu_hours else "",
+            say.counted(stop.max_dollars, "dollar") if stop.max_dollars else "",
+            "an alarm that pauses" if stop.on_alarm else "",
         ]
         say.talk(f"ends at   {' or '.join(filter(None, limits)) or '`stoa stop`'}")
         file = f" {config}" if config is not None else ""
         say.talk(f"needs     `python -m trainer_gpu.worker{file}` and one or more `python -m worker_mac.worker{file}`")
         if load_run(config).run != settings.run:
             say.talk(f'          with a file that says run = "{settings.run}": workers take the name from theirs')
+        say.talk(f"follow    `stoa status {settings.run} --follow`; Macs: `stoa fleet {settings.run}`")
         say.talk(f"stop      `stoa stop {settings.run}`; report: `stoa report {settings.run}`")
         if detach:
             return Exit.DONE

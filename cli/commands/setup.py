@@ -20,5 +20,5 @@ def setup(config: Path | None = None, /) -> None:
     store = set_up(settings)
     temporal = settings.temporal
     namespaces = " and ".join(dict.fromkeys((temporal.namespace_core, temporal.namespace_mac)))
-    say.talk(f"Temporal at {temporal.address}: namespace {namespaces} ready")
-    say.talk(f"bucket {store.name}: ready")
+    say.data(f"Temporal at {temporal.address}: namespace {namespaces} ready")
+    say.data(f"bucket {store.name}: ready")

@@ -2,34 +2,45 @@
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from cli import say
 from cli.arguments import AsJson, RunArgument, Servers
+from cli.say import Exit
 
 if TYPE_CHECKING:
     from cli.report.record import RunRecord
 
-PIPE_COLUMNS: Final = 400
-"""In a pipe nothing is cut to the width of a terminal."""
+Follow = Annotated[bool, Parameter(help="Go on until the run has ended; Ctrl-C ends only the following.")]
 
 
-def status(run: RunArgument, /, *, config: Servers = None, as_json: AsJson = False) -> None:
+def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = None, as_json: AsJson = False) -> Exit | None:
     """How a run is, what it waits for, and each Mac."""
     from rich.console import Console
 
-    from cli.follow import find_run
+    from cli.follow import PIPE_COLUMNS, find_run
+    from cli.follow import follow as follow_to_its_end
     from cli.live.progress import block
 
     with find_run(run, config) as found:
-        record = found.collector.collect()
+        if follow:
+            try:
+                record = follow_to_its_end(found, found.document.config.stop.max_steps)
+            except KeyboardInterrupt:
+                say.talk(f"no longer following; the run goes on: `stoa stop {run}` ends it")
+                return Exit.STOPPED
+        else:
+            record = found.collector.collect()
     if as_json:
         say.data(json.dumps(facts(record), indent=2))
-        return
+        return None
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_COLUMNS)
     console.print(block(record, found.document.config.stop.max_steps, ""))
+    return None
 
 
 def facts(record: "RunRecord") -> dict[str, object]:

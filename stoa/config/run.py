@@ -261,7 +261,9 @@ class Publish(Section):
     hysteresis: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.02
     """Dead band, in code steps, around half a step before a code moves."""
     anchor_every_versions: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 20
-    """Full weights every this many versions."""
+    """Full weights every this many versions; with anchor_by_join_cost at least so often."""
+    anchor_by_join_cost: bool = False
+    """Full weights as soon as joining Macs would fetch more beyond the last ones than new ones cost to send."""
     checkpoint_every_versions: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
     """Trainer state every this many versions."""
     keep_checkpoints: Annotated[int, Field(ge=2, le=1000)] = 2
@@ -304,7 +306,21 @@ class Stop(Section):
     max_minutes: Annotated[float, Field(ge=0.0, le=5_256_000.0)] = 0.0
     """Wall clock."""
     target_pass_at_1: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Held-out pass@1 that is enough."""
+    """Held-out pass@1 that is enough: the lower end of a result's 95 % interval must reach it."""
+    max_gpu_hours: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
+    """GPUs times hours for which trainers have held the run."""
+    max_dollars: Annotated[float, Field(ge=0.0, le=1e12)] = 0.0
+    """What those hours cost; needs dollars_per_gpu_hour."""
+    dollars_per_gpu_hour: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Price of one GPU for one hour; alone it only counts."""
+    on_alarm: bool = False
+    """End the run at an alarm that would pause it."""
+
+    @model_validator(mode="after")
+    def _has_a_price(self) -> Self:
+        if self.max_dollars and not self.dollars_per_gpu_hour:
+            raise PydanticCustomError("price", "max_dollars needs dollars_per_gpu_hour: without a price nothing is spent")
+        return self
 
 
 class Timeouts(Section):

@@ -70,7 +70,8 @@ def test_setup_is_done_once_and_repeated_without_harm(services: Server) -> None:
     for _ in range(2):
         done = stoa("setup", env=services.env)
         assert done.returncode == 0, done.stderr
-        assert "namespace default ready" in done.stderr
+        assert "namespace default ready" in done.stdout
+        assert done.stderr == ""
 
 
 def test_second_start_on_the_same_ports_is_a_typed_error(services: Server) -> None:

@@ -20,13 +20,15 @@ from tests.unit.cli.records import record
         (Stop(max_steps=5), False),
         (Stop(max_steps=0, max_versions=2), True),
         (Stop(max_steps=0, max_versions=3), False),
-        (Stop(max_steps=96, target_pass_at_1=0.8), True),
-        (Stop(max_steps=96, target_pass_at_1=0.81), False),
+        (Stop(max_steps=96, target_pass_at_1=0.7), True),
+        (Stop(max_steps=96, target_pass_at_1=0.71), False),
         (Stop(max_steps=0, max_minutes=1.0), False),
     ],
 )
 def test_reached(stop: Stop, done: bool) -> None:
-    assert reached(stop, record()) is done
+    """What counts of a target is the lower end of the interval: 0.7 of 0.8."""
+    evaluations = tuple(replace(one, interval_95=(one.pass_at_1 - 0.1, 1.0)) for one in record().evaluations)
+    assert reached(stop, replace(record(), evaluations=evaluations)) is done
 
 
 def test_following_outlives_an_outage_of_the_bucket(capsys: pytest.CaptureFixture[str]) -> None:

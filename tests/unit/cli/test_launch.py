@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.launch import check
+from cli.launch import check, run_input
 from stoa.config.load import PROJECT_ROOT, load_run
 from stoa.contracts.errors import CheckpointError
+from stoa.contracts.messages import StopConditions
 
 
 @pytest.fixture
@@ -36,3 +37,14 @@ def test_config_of_another_size_than_the_weights_is_refused(model: Path) -> None
 def test_torn_weights_are_refused(model: Path, data: bytes) -> None:
     (model / "model.safetensors").write_bytes(data)
     assert "model.safetensors: not a file of weights" in refused(model)
+
+
+def test_workflow_is_told_all_that_ends_a_run_and_how_anchors_come() -> None:
+    sets = (
+        "stop.max_steps=7", "stop.max_versions=3", "stop.max_minutes=2", "stop.target_pass_at_1=0.5", "stop.max_gpu_hours=12.5",
+        "stop.max_dollars=40", "stop.dollars_per_gpu_hour=2.5", "stop.on_alarm=true", "publish.anchor_by_join_cost=true",
+        "learning.groups_per_step=6", "learning.starved_seconds=77",
+    )  # fmt: skip
+    told = run_input(load_run(None, sets, environ={}))
+    assert told.stop == StopConditions(7, 3, 120.0, 0.5, 12.5, 40.0, 2.5, on_alarm=True)
+    assert (told.anchor_by_join_cost, told.groups_per_step, told.starved_seconds) == (True, 6, 77.0)

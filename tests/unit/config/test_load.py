@@ -114,6 +114,10 @@ def test_two_settings_that_contradict_each_other_are_both_named(tmp_path: Path) 
     assert "min_group_size = 5 is above group_size = 4" in refused(path).message
 
 
+def test_budget_in_dollars_without_a_price_is_refused(tmp_path: Path) -> None:
+    assert "max_dollars needs dollars_per_gpu_hour" in refused(write(tmp_path, "[stop]\nmax_dollars = 10\n")).message
+
+
 def test_text_in_place_of_a_number_is_refused(tmp_path: Path) -> None:
     assert "rollout.groups = '8'" in refused(write(tmp_path, '[rollout]\ngroups = "8"\n')).message
 
