@@ -23,12 +23,14 @@ for (uint split = 0; split < num_own; ++split) {
 }
 float whole = 0.0f;
 float joined[LANE_ELEMENTS];
+#pragma clang loop unroll(full)
 for (uint j = 0; j < LANE_ELEMENTS; ++j) {
     joined[j] = 0.0f;
 }
 for (uint split = 0; split < num_prefix; ++split) {
     const float weight = exp(prefix_stats[(prefix_from + split) * 2] - top);
     whole += weight * prefix_stats[(prefix_from + split) * 2 + 1];
+    #pragma clang loop unroll(full)
     for (uint j = 0; j < LANE_ELEMENTS; ++j) {
         joined[j] += weight * prefix_parts[(prefix_from + split) * H + j * 32 + lane];
     }
@@ -36,10 +38,12 @@ for (uint split = 0; split < num_prefix; ++split) {
 for (uint split = 0; split < num_own; ++split) {
     const float weight = exp(own_stats[(own_from + split) * 2] - top);
     whole += weight * own_stats[(own_from + split) * 2 + 1];
+    #pragma clang loop unroll(full)
     for (uint j = 0; j < LANE_ELEMENTS; ++j) {
         joined[j] += weight * own_parts[(own_from + split) * H + j * 32 + lane];
     }
 }
+#pragma clang loop unroll(full)
 for (uint j = 0; j < LANE_ELEMENTS; ++j) {
     mixed[query * H + j * 32 + lane] = static_cast<T>(joined[j] / whole);
 }

@@ -52,7 +52,7 @@ ulong z = keys[row] + (ulong(positions[row]) + 1ul) * 0x9E3779B97F4A7C15ul;
 z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ul;
 z = (z ^ (z >> 27)) * 0x94D049BB133111EBul;
 z = z ^ (z >> 31);
-const float target = float(uint(z >> 41)) * 0x1p-23f * total;
+const float target = float(uint(z >> 41)) * (1.0f / 8388608.0f) * total;
 
 // The first thread whose blocks pass the target; if rounding lets none pass, the last thread that has something.
 const uint passes = own > 0.0f && before + own > target ? index : 0xffffffffu;

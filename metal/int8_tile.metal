@@ -23,6 +23,7 @@ inline void stoa_widen(Codes codes, Scales scales, Scales biases, threadgroup fl
             const uint packed = codes[row * (inner / 4) + k / 4 + word];
             const ulong group = row * (inner / STOA_GROUP) + k / STOA_GROUP;
             const float scale = float(scales[group]), bias = float(biases[group]);
+            #pragma clang loop unroll(full)
             for (uint byte = 0; byte < 4; ++byte) {
                 to[byte] = scale * float((packed >> (8 * byte)) & 0xffu) + bias;
             }
@@ -38,9 +39,11 @@ inline void stoa_widen(Codes codes, Scales scales, Scales biases, threadgroup fl
 template <int TILES>
 inline void stoa_multiply(threadgroup const float* rows, threadgroup const float* columns, thread simdgroup_matrix<float, 8, 8>* sums,
                           uint num_tiles, uint simdgroup) {
+    #pragma clang loop unroll(full)
     for (uint k = 0; k < STOA_STEP; k += 8) {
         simdgroup_matrix<float, 8, 8> right;
         simdgroup_load(right, columns + simdgroup * 8 * STOA_STRIDE + k, STOA_STRIDE, 0, true);
+        #pragma clang loop unroll(full)
         for (uint tile = 0; tile < uint(TILES); ++tile) {
             if (tile < num_tiles) {
                 simdgroup_matrix<float, 8, 8> left;
@@ -53,6 +56,7 @@ inline void stoa_multiply(threadgroup const float* rows, threadgroup const float
 
 template <int TILES>
 inline void stoa_clear(thread simdgroup_matrix<float, 8, 8>* sums) {
+    #pragma clang loop unroll(full)
     for (uint tile = 0; tile < uint(TILES); ++tile) {
         sums[tile] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
@@ -61,6 +65,7 @@ inline void stoa_clear(thread simdgroup_matrix<float, 8, 8>* sums) {
 // Writes sums to `tile`, row stride 36, this simdgroup's 8 columns.
 template <int TILES>
 inline void stoa_spill(thread simdgroup_matrix<float, 8, 8>* sums, threadgroup float* tile, uint num_tiles, uint simdgroup) {
+    #pragma clang loop unroll(full)
     for (uint t = 0; t < uint(TILES); ++t) {
         if (t < num_tiles) {
             simdgroup_store(sums[t], tile + t * 8 * STOA_STRIDE + simdgroup * 8, STOA_STRIDE);

@@ -32,9 +32,11 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 float highest[HEADS];
 float sum[HEADS];
 float part[HEADS * LANE_ELEMENTS];
+#pragma clang loop unroll(full)
 for (uint h = 0; h < uint(HEADS); ++h) {
     highest[h] = -INFINITY;
     sum[h] = 0.0f;
+    #pragma clang loop unroll(full)
     for (uint j = 0; j < LANE_ELEMENTS; ++j) {
         part[h * LANE_ELEMENTS + j] = 0.0f;
     }
@@ -44,6 +46,7 @@ for (uint page = first / PAGE + simdgroup; page * PAGE < last; page += 4) {
     const ulong base = from_tail ? (ulong(row) * G + head) * PAGE * H : (ulong(table[first_page + page]) * G + head) * PAGE * H;
     const uint num_tokens = min(PAGE, last - page * PAGE);
     float score[HEADS];
+    #pragma clang loop unroll(full)
     for (uint h = 0; h < uint(HEADS); ++h) {
         score[h] = 0.0f;
     }
@@ -51,11 +54,13 @@ for (uint page = first / PAGE + simdgroup; page * PAGE < last; page += 4) {
         for (uint d = 0; d < uint(H); ++d) {
             const ulong place = base + lane * H + d;
             const float key = TAIL && from_tail ? float(tail_keys[place]) : float(keys[place]);
+            #pragma clang loop unroll(full)
             for (uint h = 0; h < uint(HEADS); ++h) {
                 score[h] += queries[h * H + d] * key;
             }
         }
     }
+    #pragma clang loop unroll(full)
     for (uint h = 0; h < uint(HEADS); ++h) {
         const float seen = lane < num_tokens ? score[h] : -INFINITY;
         const float top = max(highest[h], simd_max(seen));
@@ -63,18 +68,22 @@ for (uint page = first / PAGE + simdgroup; page * PAGE < last; page += 4) {
         highest[h] = top;
         score[h] = exp(seen - top);
         sum[h] = sum[h] * shrink + score[h];
+        #pragma clang loop unroll(full)
         for (uint j = 0; j < LANE_ELEMENTS; ++j) {
             part[h * LANE_ELEMENTS + j] *= shrink;
         }
     }
     for (uint token = 0; token < num_tokens; ++token) {
         float value[LANE_ELEMENTS];
+        #pragma clang loop unroll(full)
         for (uint j = 0; j < LANE_ELEMENTS; ++j) {
             const ulong place = base + token * H + j * 32 + lane;
             value[j] = TAIL && from_tail ? float(tail_values[place]) : float(values[place]);
         }
+        #pragma clang loop unroll(full)
         for (uint h = 0; h < uint(HEADS); ++h) {
             const float weight = simd_shuffle(score[h], ushort(token));
+            #pragma clang loop unroll(full)
             for (uint j = 0; j < LANE_ELEMENTS; ++j) {
                 part[h * LANE_ELEMENTS + j] += weight * value[j];
             }
@@ -82,12 +91,14 @@ for (uint page = first / PAGE + simdgroup; page * PAGE < last; page += 4) {
     }
 }
 
+#pragma clang loop unroll(full)
 for (uint h = 0; h < uint(HEADS); ++h) {
     const float whole = simd_sum(sum[h]);
     if (lane == 0) {
         simd_highest[simdgroup * HEADS + h] = highest[h];
         simd_sums[simdgroup * HEADS + h] = whole;
     }
+    #pragma clang loop unroll(full)
     for (uint j = 0; j < LANE_ELEMENTS; ++j) {
         simd_parts[(simdgroup * HEADS + h) * H + j * 32 + lane] = part[h * LANE_ELEMENTS + j];
     }

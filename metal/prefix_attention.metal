@@ -36,10 +36,12 @@ const ulong first_page = ulong(members[group * M]) * table_shape[1];
 float highest[8];
 float sum[8];
 simdgroup_matrix<float, 8, 8> mixed[TILES];
+#pragma clang loop unroll(full)
 for (uint line = 0; line < 8; ++line) {
     highest[line] = -INFINITY;
     sum[line] = 0.0f;
 }
+#pragma clang loop unroll(full)
 for (uint tile = 0; tile < TILES; ++tile) {
     mixed[tile] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 }
@@ -63,6 +65,7 @@ for (uint page = first / PAGE; page * PAGE < last; ++page) {
     for (uint i = index; i < PAGE * uint(H); i += 128) {
         page_tile[i / H * WIDE + i % H] = float(values[base + i]);
     }
+    #pragma clang loop unroll(full)
     for (uint line = 0; line < 8; ++line) {  // a lane has one token
         const float score = own_scores[line * NARROW + lane];
         const float top = max(highest[line], simd_max(score));
@@ -77,6 +80,7 @@ for (uint page = first / PAGE; page * PAGE < last; ++page) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     simdgroup_matrix<float, 8, 8> shrink, left, right;
     simdgroup_load(shrink, own_shrink, 8);
+    #pragma clang loop unroll(full)
     for (uint tile = 0; tile < TILES; ++tile) {
         simdgroup_matrix<float, 8, 8> shrunk;
         simdgroup_multiply(shrunk, shrink, mixed[tile]);
@@ -84,6 +88,7 @@ for (uint page = first / PAGE; page * PAGE < last; ++page) {
     }
     for (uint token = 0; token < PAGE; token += 8) {
         simdgroup_load(left, own_scores + token, NARROW);
+        #pragma clang loop unroll(full)
         for (uint tile = 0; tile < TILES; ++tile) {
             simdgroup_load(right, page_tile + token * WIDE + tile * 8, WIDE);
             simdgroup_multiply_accumulate(mixed[tile], left, right, mixed[tile]);
@@ -92,10 +97,12 @@ for (uint page = first / PAGE; page * PAGE < last; ++page) {
 }
 
 simdgroup_barrier(mem_flags::mem_threadgroup);  // this simdgroup has read its queries, whose place takes the result
+#pragma clang loop unroll(full)
 for (uint tile = 0; tile < TILES; ++tile) {
     simdgroup_store(mixed[tile], own_queries + tile * 8, WIDE);
 }
 simdgroup_barrier(mem_flags::mem_threadgroup);
+#pragma clang loop unroll(full)
 for (uint line = 0; line < 8; ++line) {
     const float whole = simd_sum(sum[line]);
     const uint query = simdgroup * 8 + line, member = query / HEADS;

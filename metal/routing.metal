@@ -28,6 +28,7 @@ if (simdgroup_index_in_threadgroup > 0) {
 // Lane l holds experts l, l + 32, l + 64, ...: score without bias, and what is left to choose from.
 float score[SLOTS];
 float left[SLOTS];
+#pragma clang loop unroll(full)
 for (uint slot = 0; slot < SLOTS; ++slot) {
     const uint expert = slot * 32 + lane;
     score[slot] = 0.0f;
@@ -41,9 +42,11 @@ for (uint slot = 0; slot < SLOTS; ++slot) {
 float total = 0.0f;
 float chosen_score[K];
 uint chosen_expert[K];
+#pragma clang loop unroll(full)
 for (uint round = 0; round < uint(K); ++round) {
     float best = left[0];
     uint best_slot = 0;
+    #pragma clang loop unroll(full)
     for (uint slot = 1; slot < SLOTS; ++slot) {
         if (left[slot] > best) {
             best = left[slot];

@@ -16,6 +16,11 @@ for (uint tap = 0; tap < uint(TAPS) - 1; ++tap) {
 sum += float(fresh) * float(kernel_taps[channel * TAPS + TAPS - 1]);
 mixed[ulong(row) * D + channel] = static_cast<T>(float(projected[from + D]) * sum);
 for (uint tap = 0; tap < uint(TAPS) - 1; ++tap) {
-    const T next = tap + 2 < uint(TAPS) ? tails[tail + (tap + 1) * D] : fresh;
-    new_tails[tail + tap * D] = active[row] ? next : tails[tail + tap * D];
+    T next = fresh;
+    if (!active[row]) {
+        next = tails[tail + tap * D];
+    } else if (tap + 2 < uint(TAPS)) {
+        next = tails[tail + (tap + 1) * D];
+    }
+    new_tails[tail + tap * D] = next;
 }
