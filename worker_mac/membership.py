@@ -13,6 +13,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from stoa.config.run import RunConfig
 from stoa.contracts import names
+from stoa.contracts.errors import AccessDeniedError
 from stoa.contracts.fleet_messages import Goodbye, Hello, SessionInput
 from worker_mac.identity import Identity, project_version
 
@@ -41,11 +42,15 @@ def reason_to_greet(pending: str, *, tick_seconds: float, silent_seconds: float)
 class Membership:
     """One worker's, in one run."""
 
-    def __init__(self, run: str, identity: Identity, place: str) -> None:
-        self._run, self._identity, self._place = run, identity, place
+    def __init__(self, run: str, identity: Identity, place: str, invite: str = "") -> None:
+        """`invite`: id of this Mac's invitation, if it has one."""
+        self._run, self._identity, self._place, self._invite = run, identity, place, invite
 
     async def hello(self, client: Client, config: RunConfig, reason: str) -> bool:
-        """Start this Mac's session, or tell the one there is that we are here; False if the server did not take it."""
+        """Start this Mac's session, or tell the one there is that we are here; False if the server did not take it.
+
+        Raises AccessDeniedError if this Mac may take part no longer.
+        """
         session = SessionInput(
             run=self._run,
             host=self._identity.host,
@@ -56,7 +61,7 @@ class Membership:
             away_expiry_seconds=config.timeouts.away_minutes * 60.0,
             place=self._place,
         )
-        hello = Hello(self._identity.host, self._identity.nonce, build=project_version(), reason=reason)
+        hello = Hello(self._identity.host, self._identity.nonce, build=project_version(), reason=reason, invite=self._invite)
         try:
             await client.start_workflow(
                 names.MAC_SESSION,
@@ -70,6 +75,10 @@ class Membership:
             )
         except RPCError as error:
             _log.warning("hello_failed", reason=reason, error=error.message)
+            if error.status in (RPCStatusCode.PERMISSION_DENIED, RPCStatusCode.UNAUTHENTICATED):
+                raise AccessDeniedError(
+                    f"this Mac may not take part in run {self._run}: {error.message}", hint="ask who invited you for another token"
+                ) from None
             return False
         _log.info("hello_said", reason=reason)
         return True

@@ -28,10 +28,11 @@ from stoa.bucket.head import read_head
 from stoa.bucket.run_document import RunDocument, fetch_model_files, read_run
 from stoa.bucket.store import Store
 from stoa.config.host import MacHost
-from stoa.config.load import bucket_credentials, kept_environment, load_mac_host, load_run, state_folder
+from stoa.config.load import load_mac_host, state_folder
 from stoa.config.run import RunConfig
 from stoa.contracts import names
 from stoa.contracts.errors import (
+    AccessDeniedError,
     BuildTooOldError,
     MacCrashedError,
     MissingExtraError,
@@ -46,7 +47,8 @@ from stoa.contracts.fleet_messages import Notice
 from stoa.telemetry import log as telemetry
 from worker_mac.ending import ANEW_SECONDS, FINISH_SECONDS, LEAVE_SECONDS, LastCall, begin_anew, cut_short, leave
 from worker_mac.guest import Guest
-from worker_mac.identity import Identity, pin_key, pinned_key
+from worker_mac.identity import Identity, pin_key
+from worker_mac.invited import Entry, enter
 from worker_mac.limits import Budgets, CappedMeters
 from worker_mac.membership import Membership, reason_to_greet
 from worker_mac.panics import Caution, PanicLog
@@ -135,16 +137,16 @@ def _run(options: Options, make_engine: "MakeEngine | None", sleeps: Sleeps) -> 
     """One life of the worker."""
     try:
         require_extra()
-        environ = kept_environment(options.folder) if options.kept else None
-        config = load_run(options.config, environ=environ)
-        identity = Identity(options.folder, options.host)
+        entry = enter(options.config, options.folder, kept=options.kept)
+        config = entry.config
+        identity = Identity(options.folder, entry.host(options.host))
         telemetry.bind(run=config.run, host=identity.host)
         try:
             allowed = load_mac_host(options.allow or _own_limits(identity.folder))
-            store = Store(config.bucket, bucket_credentials(config.bucket, environ=environ), patience_seconds=BUCKET_PATIENCE_SECONDS)
+            store = Store(config.bucket, entry.credentials, patience_seconds=BUCKET_PATIENCE_SECONDS)
             panics = PanicLog(identity.folder)
             _check(panics.begin())
-            worker = _Worker(config, identity, options, allowed, store, panics, sleeps, make_engine)
+            worker = _Worker(entry, identity, options, allowed, store, panics, sleeps, make_engine)
             try:
                 asyncio.run(worker.run())
             finally:
@@ -197,7 +199,7 @@ class _Worker:
 
     def __init__(
         self,
-        config: RunConfig,
+        entry: Entry,
         identity: Identity,
         options: Options,
         allowed: MacHost,
@@ -206,8 +208,9 @@ class _Worker:
         sleeps: Sleeps,
         make_engine: "MakeEngine | None" = None,
     ) -> None:
-        self._config, self._identity = config, identity
-        self._membership = Membership(config.run, identity, options.place)
+        config = entry.config
+        self._entry, self._config, self._identity = entry, config, identity
+        self._membership = Membership(config.run, identity, options.place, entry.invite_id)
         self._run, self._host = config.run, identity.host
         self._store, self._panics, self._sleeps, self._make = store, panics, sleeps, make_engine
         self._stop = asyncio.Event()
@@ -217,6 +220,7 @@ class _Worker:
         self._said = ""
         self._run_stopped = False
         self._notice: Notice | None = None
+        self._refused: AccessDeniedError | None = None
         self.anew = ""
         """Why this process is to begin anew once it has ended; "" if it is not."""
         self._budgets = Budgets(identity.folder / "network.json", allowed.day_bytes, allowed.month_bytes)
@@ -254,6 +258,8 @@ class _Worker:
             self._anew_call.cancel()
         _log.info("worker_ended", run_stopped=self._run_stopped, anew=self.anew)
         _check(self._guest.caution)
+        if self._refused is not None:
+            raise self._refused
         if self._notice is not None and self._notice.kind == "too_old":
             raise BuildTooOldError(self._notice.text)
 
@@ -283,8 +289,9 @@ class _Worker:
 
     def _read_run(self) -> RunDocument:
         self._store.patience_seconds = 0.0  # waiting, and saying so, is done here
-        self._store.check()
-        return read_run(self._store, self._run, pinned_key(self._identity.run_folder(self._run)))
+        if self._entry.invite is None:  # an invited Mac's key reads objects, and lists none
+            self._store.check()
+        return read_run(self._store, self._run, self._entry.pinned(self._identity.run_folder(self._run)))
 
     async def _wait_for(self, attempt: Callable[[], _Answer]) -> _Answer | None:
         """What `attempt` gives once it can; None if this process is asked to end first. Says each new reason once."""
@@ -323,7 +330,7 @@ class _Worker:
             _log.info("selftest_passed", fingerprint=fingerprint, difference=verdict.difference, device=verdict.device)
         return make(
             self._store, document, environment, host=self._host, folder=folder, model_folder=model_folder, guest=self._guest,
-            waits=Waits(grace=FINISH_SECONDS), fingerprint=fingerprint,
+            waits=Waits(grace=FINISH_SECONDS), fingerprint=fingerprint, tickets=self._entry.tickets(folder),
         )  # fmt: skip
 
     async def _wait_while_stopped(self, document: RunDocument) -> bool:
@@ -353,10 +360,18 @@ class _Worker:
         config = document.config.model_copy(update={"temporal": self._config.temporal, "bucket": self._config.bucket})
         runtime = make_runtime(10.0)
 
-        async def connect() -> Client | None:
-            connecting = asyncio.ensure_future(
-                connect_forever(config.temporal.address, config.temporal.namespace_mac, on_wait=self._say, runtime=runtime)
+        async def new_client() -> Client:
+            return await connect_forever(
+                config.temporal.address,
+                config.temporal.namespace_mac,
+                access=self._entry.access,
+                codec=self._entry.codec,
+                on_wait=self._say,
+                runtime=runtime,
             )
+
+        async def connect() -> Client | None:
+            connecting = asyncio.ensure_future(new_client())
             stopped = asyncio.ensure_future(self._stop.wait())
             await asyncio.wait((connecting, stopped), return_when=asyncio.FIRST_COMPLETED)
             for task in (connecting, stopped):
@@ -373,7 +388,7 @@ class _Worker:
 
         async def make() -> Worker:
             if not clients:
-                clients.append(await connect_forever(config.temporal.address, config.temporal.namespace_mac, runtime=runtime))
+                clients.append(await new_client())
             return make_worker(
                 clients.pop(),
                 names.mac_queue(self._run, self._host),
@@ -403,8 +418,13 @@ class _Worker:
         ticked_at = time.time()
         greeted, looked, reason = 0.0, time.monotonic(), "start"
         while not self._stop.is_set():
-            if reason and await self._membership.hello(client, config, reason):
-                greeted, reason = time.monotonic(), ""
+            try:
+                if reason and await self._membership.hello(client, config, reason):
+                    greeted, reason = time.monotonic(), ""
+            except AccessDeniedError as error:
+                self._refused = error
+                self._stop.set()
+                return
             await self._pause(TICK_SECONDS)
             now, wall = time.monotonic(), time.time()
             reason = reason_to_greet(reason, tick_seconds=wall - ticked_at, silent_seconds=min(engine.idle_seconds, now - greeted))

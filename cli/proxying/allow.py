@@ -42,6 +42,8 @@ _SMALL_BYTES: Final = 8 * 1024
 _MAX_TEXT: Final = 300
 _MAX_SECONDS: Final = 30 * 86_400.0
 _ENCODING: Final = b"json/plain"
+MAC_ACTIVITIES: Final = frozenset({names.SWEEP, names.NOTICE})
+"""What a session asks of its Mac; everything else it asks of the control process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,8 @@ def _own_task(request: Any, caller: Pass, place: Place) -> None:
         token = read_task_token(request.task_token)
     except ValueError:
         raise invalid("the task token cannot be read") from None
-    whose = (token.namespace_id, token.workflow_id, token.activity_type)
-    if whose != (place.namespace_id, names.session_workflow_id(caller.run, caller.host), names.SWEEP):
+    own = (place.namespace_id, names.session_workflow_id(caller.run, caller.host))
+    if (token.namespace_id, token.workflow_id) != own or token.activity_type not in MAC_ACTIVITIES:
         raise denied("the task is not one of yours")
 
 
