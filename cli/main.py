@@ -47,6 +47,7 @@ _COMMANDS: Final = {
         "config": "Check a configuration file.",
         "plan": "Work out what fits before hiring a machine.",
         "canary": "Check, before a long run, that nothing moves at learning rate 0.",
+        "completion": "Print or install what makes a shell complete commands and flags.",
     },
 }
 _EXAMPLES: Final = """RL post-training where Macs generate every rollout and one GPU box learns.
