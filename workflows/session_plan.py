@@ -97,7 +97,7 @@ def on_standing(state: SessionProgress, standing: Standing) -> SessionProgress:
 
 def take_standing(state: SessionProgress) -> SessionProgress:
     """Between sweeps: a Mac that may not play stands by. The same state for one that may."""
-    if state.standing == "free" or state.state not in ("live", "drained"):
+    if state.standing in ("free", state.state) or state.state not in ("live", "drained"):
         return state
     return replace(state, state=state.standing, reason=state.standing_reason, owed=state.standing, candidate="", resting=False)
 

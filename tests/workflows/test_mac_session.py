@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from temporalio import workflow
-from temporalio.client import WorkflowHandle
+from temporalio.client import WorkflowExecutionStatus, WorkflowHandle
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 
@@ -17,13 +17,16 @@ from activities.connection import make_worker
 from stoa.contracts import names
 from stoa.contracts.evaluation_messages import EvalPart, EvalPartDone
 from stoa.contracts.fleet_messages import (
+    Admitted,
     Goodbye,
     Grant,
     GrantRequest,
     Hello,
+    Notice,
     ReleaseRequest,
     SessionInput,
     SessionStatus,
+    Standing,
     SweepRequest,
     SweepResult,
 )
@@ -66,7 +69,9 @@ def only(last: int) -> Callable[[GrantRequest], Grant | None]:
 
 
 @asynccontextmanager
-async def session(env: WorkflowEnvironment, start: SessionInput, world: World, *, serve_mac: bool = True) -> AsyncIterator[Session]:
+async def session(
+    env: WorkflowEnvironment, start: SessionInput, world: World, *, serve_mac: bool = True, build: str = "0.1.0"
+) -> AsyncIterator[Session]:
     async with AsyncExitStack() as stack:
         control = names.control_queue(start.run)
         workflows: list[Any] = [MacSessionWorkflow, Answers]
@@ -84,7 +89,7 @@ async def session(env: WorkflowEnvironment, start: SessionInput, world: World, *
             id=names.session_workflow_id(start.run, start.host),
             task_queue=control,
             start_signal=names.HELLO,
-            start_signal_args=[Hello(start.host, "nonce-1")],
+            start_signal_args=[Hello(start.host, "nonce-1", build)],
         )
         yield handle
 
@@ -273,3 +278,156 @@ async def test_session_that_begins_anew_goes_on_where_the_grants_are(skipping: W
         await until(handle, lambda status: status.num_sweeps == 1)
         await stop(handle)
     assert [one.sweep for one in world.swept] == [12]
+
+
+async def test_old_build_is_refused_and_its_owner_told_what_to_install(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client)
+    world.on_admit = lambda request: Admitted(ok=False, reason=f"build {request.build} is too old: install 0.1.0")
+    start = given()
+    async with session(skipping, start, world, build="0.0.9") as handle:
+        status = await handle.result()
+    assert (status.state, status.reason) == ("ended", "refused: build 0.0.9 is too old: install 0.1.0")
+    assert world.notices == [Notice(start.run, "mac-1", "too_old", "build 0.0.9 is too old: install 0.1.0", ends=True)]
+    assert (world.swept, world.fleet) == ([], [])
+
+
+async def test_worker_is_admitted_once_a_start_and_again_under_another_nonce(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client)
+    world.on_grant = only(2)
+    async with session(skipping, given(), world) as handle:
+        await until(handle, lambda status: status.num_sweeps == 3)
+        await handle.signal(names.HELLO, Hello("mac-1", "nonce-1", reason="silence"))
+        await handle.signal(names.GOODBYE, Goodbye("mac-1", "nonce-1"))
+        await until(handle, lambda status: status.state == "away")
+        await handle.signal(names.HELLO, Hello("mac-1", "nonce-2"))
+        await until(handle, lambda _: len(world.admitted) == 2)
+        await stop(handle)
+    assert [request.nonce for request in world.admitted] == ["nonce-1", "nonce-2"]
+
+
+async def test_quarantine_ends_the_sweep_at_once_and_release_lets_the_mac_play_again(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client, sweep_gate=asyncio.Event())
+    world.on_grant = only(0)
+    start = given()
+    async with session(skipping, start, world) as handle:
+        await until(handle, lambda _: len(world.swept) == 1)
+        await handle.signal(names.STANDING, Standing(start.run, "mac-1", "quarantined", "edited rewards"))
+        status = await until(handle, lambda status: status.state == "quarantined")
+        assert status.reason == "edited rewards"
+        world.sweep_gate.set()
+        await until(handle, lambda _: bool(world.notices))
+        await until(handle, lambda _: [event.event for event in world.fleet] == ["joined", "left"])
+        await handle.signal(names.HELLO, Hello("mac-1", "nonce-1", reason="silence"))
+        answers = await skipping.client.start_workflow(
+            Answers.run, id=names.evaluation_workflow_id(start.run, "e"), task_queue=names.control_queue(start.run)
+        )
+        await handle.signal(names.EVAL_SWEEP, EvalPart(start.run, "e", 4, 0, ("held-0",)))
+        while (await answers.describe()).status == WorkflowExecutionStatus.RUNNING:  # waiting for its result would skip time
+            await asyncio.sleep(0.05)
+        assert not (await answers.result())[0].ok
+        assert (await handle.query(names.SESSION_QUERY, result_type=SessionStatus)).state == "quarantined"
+        await handle.signal(names.STANDING, Standing(start.run, "mac-1", "free"))
+        await until(handle, lambda status: status.num_sweeps == 1)
+        await until(handle, lambda _: [event.event for event in world.fleet] == ["joined", "left", "joined"])
+        await stop(handle)
+    assert [(notice.kind, notice.ends) for notice in world.notices] == [("quarantined", False), ("free", False)]
+    assert "edited rewards" in world.notices[0].text
+
+
+async def test_quarantined_mac_that_starts_again_is_told_again(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client)
+    world.on_admit = lambda request: Admitted(ok=False, reason="edited rewards", standing="quarantined")
+    start = given()
+    async with session(skipping, start, world) as handle:
+        await until(handle, lambda _: len(world.notices) == 1)
+        await handle.signal(names.HELLO, Hello("mac-1", "nonce-2"))
+        await until(handle, lambda _: len(world.notices) == 2)
+        assert (await handle.query(names.SESSION_QUERY, result_type=SessionStatus)).state == "quarantined"
+        await stop(handle)
+    assert world.swept == []
+
+
+async def test_drained_mac_finishes_its_sweep_and_its_worker_ends(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client, sweep_gate=asyncio.Event())
+    start = given()
+    async with session(skipping, start, world) as handle:
+        await until(handle, lambda _: len(world.swept) == 1)
+        await handle.signal(names.STANDING, Standing(start.run, "mac-1", "drained", "thank you"))
+        await asyncio.sleep(0.3)
+        assert (await handle.query(names.SESSION_QUERY, result_type=SessionStatus)).state == "live"
+        world.sweep_gate.set()
+        await until(handle, lambda _: bool(world.notices))
+        await handle.signal(names.GOODBYE, Goodbye("mac-1", "nonce-1", "worker ended"))
+        status = await until(handle, lambda status: status.state == "away")
+        assert status.num_sweeps == 1
+        await stop(handle)
+    (notice,) = world.notices
+    assert (notice.kind, notice.ends) == ("drained", True)
+    assert len(world.swept) == 1
+
+
+async def test_mac_holds_the_grants_of_the_sweeps_to_come(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client, sweep_gate=asyncio.Event())
+    world.on_grant = only(9)
+    async with session(skipping, given(), world) as handle:
+        # While the first sweep is played the next two are fetched; how long one lasts is not known yet.
+        await until(handle, lambda _: world.grants[2] == 1)
+        await asyncio.sleep(0.3)
+        assert sorted(world.grants) == [0, 1, 2]
+        world.sweep_gate.set()
+        await until(handle, lambda status: status.num_sweeps >= 1)
+        world.sweep_gate.clear()
+        await until(handle, lambda _: len(world.swept) >= 2)
+        # A sweep takes 2.5 s, so five of those to come do not last for two minutes: as many as may be are fetched.
+        now = world.swept[-1].sweep
+        await until(handle, lambda _: world.grants[min(now + 6, 9)] == 1)
+        world.sweep_gate.set()
+        await until(handle, lambda status: status.num_sweeps == 10)
+        await stop(handle)
+    assert [request.sweep for request in world.swept] == list(range(10))
+    ahead = {request.sweep: [grant.sweep for grant in request.ahead] for request in world.swept}
+    assert (ahead[0], ahead[1]) == ([], [2])
+    assert ahead[now + 1] == list(range(now + 2, min(now + 7, 10)))
+    assert all(world.grants[sweep] == 1 for sweep in range(10))
+
+
+async def test_owner_who_wants_the_mac_is_seen_as_resting_and_plays_again_later(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client)
+    world.on_grant = only(0)
+    rests = [True]
+
+    def rest(request: SweepRequest) -> SweepResult | None:
+        if rests[0]:
+            return SweepResult("paused", request.sweep, reason="paused: on battery", resting=True)
+        return None
+
+    world.on_sweep = rest
+    async with session(skipping, given(), world) as handle:
+        status = await until(handle, lambda status: status.state == "resting")
+        assert status.reason == "paused: on battery"
+        await until(handle, lambda _: [event.event for event in world.fleet] == ["joined", "left"])
+        rests[0] = False
+        await skipping.sleep(3)
+        await until(handle, lambda status: status.num_sweeps == 1)
+        await until(handle, lambda _: [event.event for event in world.fleet] == ["joined", "left", "joined"])
+        await stop(handle)
+
+
+async def test_waits_are_added_up_by_what_was_waited_for(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client)
+    answers = [
+        Grant("r", "mac-1", 0, (), reason="no version", waits_for="version"),
+        Grant("r", "mac-1", 0, (), reason="full", waits_for="room"),
+        Grant("r", "mac-1", 0, (), reason="full", waits_for="room"),
+    ]
+
+    def grant(request: GrantRequest) -> Grant | None:
+        return answers.pop(0) if answers else only(0)(request)
+
+    world.on_grant = grant
+    async with session(skipping, given(), world) as handle:
+        await skipping.sleep(4)  # holds of 0.5, 1 and 2 s
+        status = await until(handle, lambda status: status.num_sweeps == 1)
+        await stop(handle)
+    assert status.waits.keys() == {"room"}  # what it waited for last is why it waited
+    assert 3.4 < status.waits["room"] < 6.0
