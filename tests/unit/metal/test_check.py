@@ -8,7 +8,7 @@ import pytest
 
 from metal.check import KERNELS, Dims, self_check
 from metal.kernels import Compiled, metal_works
-from metal.ops import NO_METAL, SWITCHED_OFF, Ops, choose, plain, verdicts
+from metal.choice import NO_METAL, SWITCHED_OFF, Ops, choose, plain, verdicts
 from tests.metal_emulator.emulator import Emulator, can_emulate
 from tests.metal_emulator.proof import Mutant, mutants_of, planted
 
