@@ -5,29 +5,47 @@ import sys
 from pathlib import Path
 
 from cli import say
+from cli.say import Exit
 
 
-def join(file: Path | None = None, /, *, at_login: bool = False, state: Path | None = None) -> None:
+def join(run: str = "", /, *, at_login: bool = False, state: Path | None = None, no_doctor: bool = False) -> Exit:
     """Let this Mac generate rollouts for a run: in this window, or at each log-in.
 
     Parameters
     ----------
-    file
-        Configuration of the run.
+    run
+        The token of an invitation, or - to read it from standard input; or a configuration of your own. When left out: the
+        invitation that was taken before, else the demo's configuration.
     at_login
         Start it now and at each log-in, again after a crash only; `stoa leave` undoes it.
     state
         Folder of this Mac's state; its mac.toml says what the Mac's owner allows.
+    no_doctor
+        Do not look first whether this Mac is fit for it.
     """
-    from stoa.config.load import keep_environment, load_run, state_folder
+    from cli.doctor.checks import fit_for_join
+    from stoa.bucket.invite import PREFIX
+    from stoa.config.load import keep_environment, state_folder
+    from worker_mac.invited import enter, keep_invite
     from worker_mac.service import Service, worker_command
 
-    settings = load_run(file)
-    folder = state or state_folder("mac")
+    folder, file = state or state_folder("mac"), None
+    text = sys.stdin.read().strip() if run == "-" else run
+    if run == "-" or text.startswith(PREFIX) or (text.startswith("stoa") and not Path(text).exists()):
+        invite = keep_invite(folder, text)
+        say.talk(f"invited to run {invite.run} as {invite.host}; the token is kept in {folder}, for you alone")
+    elif text:
+        file = Path(text)
+    entry = enter(file, folder)
+    if not no_doctor and not fit_for_join(entry, folder):
+        return Exit.FAULT_FOUND
     if not at_login:
         command = worker_command(file, folder)
+        sys.stderr.flush()
         os.execv(sys.executable, command)  # noqa: S606 - this process becomes the worker
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    keep_environment(folder, settings)
+    if entry.invite is None:
+        keep_environment(folder, entry.config)
     Service(Path.home() / "Library" / "LaunchAgents", folder).install(file)
     say.talk(f"this Mac works for the run at each log-in; its log is {folder / 'worker.log'}, `stoa leave` ends it")
+    return Exit.DONE

@@ -1,0 +1,140 @@
+"""The model: does MLX compute rightly here, and do our prompts equal those of the checkpoint's own chat template?
+
+MLX runs in a process of its own, so that this command never is a second program on the GPU beside a worker.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, cast
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from cli.doctor.finding import Finding, bad, good, warn
+from cli.doctor.machine import gpu_programs
+from cli.doctor.scene import Scene
+from stoa.chat.render import ChatRenderer, Message
+from worker_mac.identity import lock_holder
+
+SELF_TEST: Final = "self-test"
+TEMPLATE: Final = "chat template"
+TEST_SECONDS: Final = 8.0
+_SAID: Final = "I do not know."
+DIALOGUES: Final[tuple[tuple[Message, ...], ...]] = (
+    (Message("user", "Who wrote it?"),),
+    (Message("system", "Be brief.\nUse tools."), Message("user", "  Crohn's disease: 3 < 4 & <b>?\n")),
+)
+
+
+def check_self_test(scene: Scene) -> Finding | None:
+    """MLX on this machine, unless a worker has it at work, which tested itself at its start."""
+    if not scene.is_mac:
+        return None
+    if find_spec("mlx") is None:
+        return bad(SELF_TEST, "MLX is not installed", "run `pip install 'stoa[mac]'`")
+    holder = lock_holder(scene.folder)
+    if holder is not None:
+        return good(SELF_TEST, f"not repeated beside process {holder}, which passed its own")
+    if sys.platform == "darwin" and gpu_programs(ignore=0):
+        return warn(SELF_TEST, "not made: another program uses the GPU", "end it and ask again; a worker tests itself at its start")
+    command = [sys.executable, "-m", "worker_mac.selftest"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return bad(SELF_TEST, f"no answer in {TEST_SECONDS:g} s", "restart the machine and ask again")
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        return bad(SELF_TEST, f"MLX cannot be loaded: {_last_line(done.stderr)}", "run `pip install 'stoa[mac]'` again")
+    if found["fault"]:
+        return bad(SELF_TEST, str(found["fault"]), "install the MLX that the extra `mac` names")
+    where = f"{found['device']}, fingerprint {found['fingerprint']}"
+    return good(SELF_TEST, f"MLX computes rightly to {found['difference']:.1g} nats on {where}")
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it ended without a word"
+
+
+def check_template(scene: Scene) -> Finding | None:
+    """Our ids of two dialogues and of a tool's answer against the template that came with the checkpoint."""
+    folder = scene.model_folder
+    if folder is None:
+        return None
+    template = template_of(folder)
+    if template is None:
+        return good(TEMPLATE, "the checkpoint brings none: the task's own words are used")
+    tokenizer_json = (folder / "tokenizer.json").read_bytes()
+    difference = compare(template, tokenizer_json)
+    if difference:
+        return bad(TEMPLATE, difference, "this checkpoint talks in another form than LFM2's: use one of that family")
+    return good(TEMPLATE, "our prompts are the checkpoint's own, token for token")
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A checkpoint's chat template; `names`: what it may call its special tokens by, as bos_token."""
+
+    source: str
+    names: Mapping[str, str]
+
+
+def template_of(folder: Path) -> Template | None:
+    """The checkpoint's chat template; None if it has none."""
+    path = folder / "tokenizer_config.json"
+    tree: object = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    settings = cast(Mapping[str, object], tree if isinstance(tree, dict) else {})
+    apart = folder / "chat_template.jinja"
+    source = apart.read_text("utf-8") if apart.is_file() else settings.get("chat_template")
+    names = {name: _text_of(value) for name, value in settings.items() if name.endswith("_token")}
+    return Template(source, names) if isinstance(source, str) else None
+
+
+def _text_of(token: object) -> str:
+    """A special token, which stands as text or as a table with its text."""
+    return str(cast(Mapping[str, object], token).get("content", "")) if isinstance(token, dict) else str(token or "")
+
+
+def compare(template: Template, tokenizer_json: bytes) -> str:
+    """Where our ids first differ from the template's; "" if they are the same."""
+    renderer, tokenizer = ChatRenderer(tokenizer_json), Tokenizer.from_str(tokenizer_json.decode("utf-8"))
+    call = '<|tool_call_start|>[search(query="Who?")]<|tool_call_end|>'
+    for dialogue in DIALOGUES:
+        ours = list(renderer.prompt(dialogue))
+        for said in (_SAID, call):
+            answer = Message("tool", "one\ntwo")
+            turned = [*ours, *tokenizer.encode(said, add_special_tokens=False).ids, renderer.special.im_end, *renderer.follow([answer])]
+            for messages, ids in ((dialogue, ours), ((*dialogue, Message("assistant", said), answer), turned)):
+                try:
+                    theirs = tokenizer.encode(render(template, messages), add_special_tokens=False).ids
+                except TemplateError as error:
+                    return f"the checkpoint's template refuses a dialogue of {len(messages)} messages: {error}"
+                if theirs != ids:
+                    return _first_difference(ids, theirs, tokenizer)
+    return ""
+
+
+def render(template: Template, messages: Sequence[Message]) -> str:
+    """A dialogue as the template writes it, with the opening of the next turn. Templates come from strangers: sandboxed."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
+    told = [{"role": message.role, "content": message.content} for message in messages]
+    found = environment.from_string(template.source, {"raise_exception": _refuse})
+    return found.render(messages=told, add_generation_prompt=True, tools=None, **template.names)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _first_difference(ours: Sequence[int], theirs: Sequence[int], tokenizer: Tokenizer) -> str:
+    at = next((place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+    here, there = (tokenizer.decode(list(ids[at : at + 6]), skip_special_tokens=False) for ids in (ours, theirs))
+    return f"token {at} of a prompt: ours goes on with {here!r}, the checkpoint's template with {there!r}"
