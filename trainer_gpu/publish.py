@@ -38,6 +38,7 @@ class VersionPublisher:
             handle.signer,
             hysteresis=publish.hysteresis,
             anchor_part_bytes=publish.anchor_part_bytes,
+            folder=None if handle.folder is None else handle.folder / "runs" / handle.run / "weights",
         )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._flight: Future[Prepared] | None = None

@@ -33,6 +33,8 @@ class RunHandle:
     environment: Environment
     model_folder: Path
     owner: str
+    folder: Path | None = None
+    """State of this process on disk; None: nothing is kept there."""
 
     @property
     def run(self) -> str:

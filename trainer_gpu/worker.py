@@ -15,7 +15,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -172,7 +172,7 @@ class _Worker:
         self._store.check()
         handle = open_run(self._config, self._store, check_weights=True)
         self._store.patience_seconds = PATIENCE_SECONDS
-        return handle
+        return replace(handle, folder=self._options.state or state_folder("trainer"))
 
     async def _serve(self, handle: RunHandle, client: Client) -> None:
         loop = asyncio.get_running_loop()

@@ -31,6 +31,7 @@ TAKE_OVER_SECONDS: Final = 1.0
 """Silence after which an idle thread takes over the rest of a range; doubles with each time the same range is taken."""
 MIN_TRIES: Final = 3
 """Tries in a row without progress before the store's patience counts; and whole downloads of a wrong object."""
+_TELL_SECONDS: Final = 2.0
 _PROGRESS_BYTES: Final = 64 << 10
 _LONGEST_WAIT_SECONDS: Final = 5.0
 _HASH_BYTES: Final = 4 << 20
@@ -114,6 +115,7 @@ class Downloads:
             DigestError: the bucket has other bytes, also after three tries.
             DiskFullError: there is no room; what came stays.
         """
+        told, told_at = 0, time.monotonic()
         while True:
             with self._changed:
                 if (failure := self._failed.get(key) or self._error) is not None:
@@ -126,6 +128,9 @@ class Downloads:
                 if self._num_threads < 2 * NUM_RANGES and self._num_live() < self._most_threads:
                     self._start_thread()
                 reason, self._retry_reason = self._retry_reason, ""
+                if not reason and self.num_bytes > told and time.monotonic() - told_at >= _TELL_SECONDS:
+                    told, told_at = self.num_bytes, time.monotonic()
+                    reason = f"downloading {key}: {told} bytes so far"
             if reason and self._store.on_retry is not None:
                 self._store.on_retry(reason)
 

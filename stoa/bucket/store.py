@@ -134,7 +134,7 @@ class Meters:
 class Store:
     """One bucket. `patience_seconds` is how long an outage is ridden out inside a call.
 
-    `on_retry` (if set) is called with a short reason before each wait and while a large object is sent, so that a
+    `on_retry` (if set) is called with a short reason before each wait and while large objects are on their way, so that a
     heartbeat can go on; what it raises ends the call.
     """
 

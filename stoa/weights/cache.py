@@ -8,7 +8,7 @@ the deltas after them, so that a re-join downloads little; the oldest go first. 
 
 import hashlib
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -19,15 +19,20 @@ from stoa.bucket import keys
 from stoa.bucket.download import Downloads, fetch, file_sha256
 from stoa.bucket.store import Store, check_sha256
 from stoa.bucket.transfer import Wanted
-from stoa.contracts.errors import DiskFullError, FormatError
-from stoa.weights.container import decode_index
+from stoa.contracts.errors import DiskFullError, FormatError, WrongStateError
+from stoa.weights.chain import Plan
+from stoa.weights.container import MAX_INDEX_BYTES, decode_index
+from stoa.weights.history import Doubts, Fetch, rebuild
 from stoa.weights.layout import Layout
+from stoa.weights.state import WeightState
 
 KEPT_ANCHORS: Final = 2
 MAX_BYTES: Final = 24_000_000_000
 """Two anchors of 8.5e9 codes and the deltas after them."""
 Needed = tuple[str, str, int]
 """Key, sha256 and size of an object."""
+Memory = Callable[[], WeightState]
+"""Makes room for weights; asked again, it gives the same."""
 _log = structlog.get_logger()
 
 
@@ -79,6 +84,35 @@ class Cache:
             _log.warning("cached_file_damaged", name=path.name)
             path.unlink()
         return len(damaged)
+
+    def rebuild(self, way: Plan, doubts: Doubts, into: WeightState | Memory) -> WeightState:
+        """The weights at the end of a way that starts from an anchor, from what is here and what comes.
+
+        into: weights to overwrite, or what makes room for them once the bytes are on their way. Files that proved damaged
+        are brought anew, once. Raises what `rebuild` of history.py and `Downloads.wait` raise.
+        """
+        fetch, place = doubts.noting(self.read), doubts.noting(self.file)
+        needed = self.needed(way, fetch)
+
+        def once() -> WeightState:
+            with self.coming(needed):
+                room = into if isinstance(into, WeightState) else into()
+                return rebuild(way, self._layout, self._run, fetch, place=place, into=room)
+
+        try:
+            return once()
+        except (FormatError, WrongStateError):
+            if not self.drop_damaged(needed):
+                raise
+            return once()
+
+    def needed(self, way: Plan, fetch: Fetch) -> list[Needed]:
+        """The objects of a way, in the order they are read. An anchor's index is fetched to know its parts."""
+        parts: list[Needed] = []
+        if way.anchor is not None:
+            index = fetch(way.anchor.index_key, way.anchor.index_sha256, MAX_INDEX_BYTES)
+            parts = [(part.key, part.sha256, part.num_bytes) for part in decode_index(index, self._layout, way.anchor.index_key).parts]
+        return [*parts, *((hop.ref.key, hop.ref.sha256, hop.ref.num_bytes) for hop in way.hops)]
 
     def _await(self, key: str) -> bool:
         """Until an object that is on its way is here; False if it is not on its way."""

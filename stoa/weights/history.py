@@ -78,17 +78,6 @@ def layout_of_run(store: Store, document: RunDocument) -> Layout:
     return layout
 
 
-def stored_bytes(store: Store) -> Fetch:
-    """A `Fetch` straight from the bucket, into memory."""
-
-    def fetch(key: str, sha256: str, num_bytes: int) -> bytes:
-        data = store.get(key, max_bytes=num_bytes).data
-        check_sha256(data, sha256, key)
-        return data
-
-    return fetch
-
-
 def manifest_of(store: Store, document: RunDocument, head: Head) -> Manifest:
     """The manifest HEAD names. Raises ObjectMissingError before the first version, FormatError if it is another version's."""
     if head.version < 0:

@@ -6,10 +6,13 @@ writes objects nobody points to yet, also from another thread; the caller swaps 
 roll-ups are uploaded by `background.py`, beside all this, and announced by a later version's manifest.
 """
 
+import contextlib
 import math
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -31,9 +34,10 @@ from stoa.contracts.errors import WeightsError, WrongBaseError, WrongStateError
 from stoa.contracts.ids import StateId
 from stoa.weights import grid
 from stoa.weights.background import Background, Ready, delta_ref
+from stoa.weights.cache import Cache
 from stoa.weights.container import DeltaHeader, pack_delta, read_delta
 from stoa.weights.digest import state_id_of
-from stoa.weights.history import Doubts, by_any_way, layout_of_run, manifest_of, rebuild, stored_bytes, way_to
+from stoa.weights.history import Doubts, by_any_way, layout_of_run, manifest_of, way_to
 from stoa.weights.layout import GROUP_SIZE, Layout
 from stoa.weights.pulse import PCO, Change, Counts, encode_segments, segments_of
 from stoa.weights.snapshot import Masters, Scanner, Snapshot, first_weights, take_snapshot
@@ -95,13 +99,26 @@ class Publisher:
     One call at a time. `scan` reads the mirror, so it must not run before the version before it is committed.
     """
 
-    def __init__(self, store: Store, document: RunDocument, signer: Signer, *, hysteresis: float, anchor_part_bytes: int) -> None:
-        """Raises LayoutError if the run's model files do not give the run's layout."""
+    def __init__(
+        self,
+        store: Store,
+        document: RunDocument,
+        signer: Signer,
+        *,
+        hysteresis: float,
+        anchor_part_bytes: int,
+        folder: Path | None = None,
+    ) -> None:
+        """`folder`: where published weights are kept, so that the next process brings less; without it, nowhere.
+
+        Raises LayoutError if the run's model files do not give the run's layout.
+        """
         self._store = store
         self._document = document
         self._signer = signer
         self._hysteresis = hysteresis
         self._part_bytes = anchor_part_bytes
+        self._folder = folder
         self.layout: Layout = layout_of_run(store, document)
         self._mirror: WeightState | None = None
         self._parent: Parent | None = None
@@ -128,7 +145,10 @@ class Publisher:
         return self._background
 
     def load_published(self, head: Head) -> None:
-        """Make the mirror what `head` names, from the bucket; nothing if it is that already, or nothing is published."""
+        """Make the mirror what `head` names; nothing if it is that already, or nothing is published.
+
+        Its objects come by ranges into files, resumed where an earlier process got to. Raises what `Puller.join` raises.
+        """
         self.rollback()
         if head.version < 0:
             self._mirror = self._parent = self._anchor = None
@@ -139,12 +159,18 @@ class Publisher:
         manifest = manifest_of(self._store, self._document, head)
         into = self._mirror or WeightState.empty(self.layout)
         self._mirror = self._parent = None
+        with contextlib.ExitStack() as scratch:
+            folder = self._folder or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="stoa-mirror-")))
+            # Only the newest anchor is worth its disk here.
+            cache = Cache(self._store, self._document.run, folder, self.layout, max_bytes=0)
 
-        def attempt(doubts: Doubts) -> WeightState:
-            plan = way_to(self._store, self._document, manifest, doubts=doubts)
-            return rebuild(plan, self.layout, self._document.run, doubts.noting(stored_bytes(self._store)), into=into)
+            def attempt(doubts: Doubts) -> WeightState:
+                on_disk, versions = cache.keys()
+                way = way_to(self._store, self._document, manifest, on_disk=on_disk, disk_versions=versions, doubts=doubts)
+                return cache.rebuild(way, doubts, into)
 
-        self._mirror = by_any_way(attempt)
+            self._mirror = by_any_way(attempt)
+            cache.trim(manifest.anchor.version)
         self._parent = Parent(manifest.version, head.manifest_key, head.manifest_sha256, manifest.state_id)
         self._anchor = manifest.anchor
 

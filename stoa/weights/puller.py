@@ -8,7 +8,6 @@ memory are touched by `apply` alone, after everything about an update has been c
 import json
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,17 +24,15 @@ from stoa.contracts.errors import (
     WrongBaseError,
     WrongStateError,
 )
-from stoa.weights.cache import MAX_BYTES, Cache, Needed
+from stoa.weights.cache import MAX_BYTES, Cache, Memory
 from stoa.weights.chain import Hop, Plan
-from stoa.weights.container import MAX_INDEX_BYTES, decode_index
-from stoa.weights.history import Doubts, Fetch, by_any_way, layout_of_run, manifest_of, read_hop, rebuild, walk, way_to
+from stoa.weights.history import Doubts, by_any_way, layout_of_run, manifest_of, read_hop, walk, way_to
 from stoa.weights.layout import Layout
 from stoa.weights.state import WeightState
 
 _MARK = "high_water.json"
 Mark = tuple[int, int, int]
 """Epoch, version and seq of a HEAD; none of them ever goes down."""
-Memory = Callable[[], WeightState]
 _log = structlog.get_logger()
 
 
@@ -93,7 +90,7 @@ class Puller:
 
         def attempt(doubts: Doubts) -> tuple[Plan, WeightState]:
             way = self._way(target, {}, doubts)
-            return way, self._rebuild(way, doubts, into)
+            return way, self._cache.rebuild(way, doubts, into)
 
         way, state = by_any_way(attempt)
         if version == head.version:
@@ -115,7 +112,7 @@ class Puller:
 
         def attempt(doubts: Doubts) -> tuple[Plan, list[tuple[Hop, bytes]]]:
             way, fetch = self._way(target, {have_version: have_state_id}, doubts), doubts.noting(self._cache.read)
-            needed = self._needed(way, fetch)
+            needed = self._cache.needed(way, fetch)
             with self._cache.coming(needed):
                 for key, sha256, num_bytes in needed[: len(needed) - len(way.hops)]:
                     fetch(key, sha256, num_bytes)
@@ -147,7 +144,7 @@ class Puller:
             WrongStateError: it was written in part: the weights must be rebuilt before any use.
         """
         if staged.way is not None:
-            self._rebuild(staged.way, Doubts(), state)
+            self._cache.rebuild(staged.way, Doubts(), state)
             return
         base = state.verified_id or state.state_id()
         if base != staged.base_state_id:
@@ -226,34 +223,9 @@ class Puller:
             raise FormatError(f"{path} is not what this program writes", hint="remove it, or the machine's state folder") from error
         return epoch, version, seq
 
-    def _rebuild(self, way: Plan, doubts: Doubts, into: WeightState | Memory) -> WeightState:
-        """The weights at the end of a way, from what is here and what comes. Files that proved damaged are brought anew, once."""
-        fetch, place = doubts.noting(self._cache.read), doubts.noting(self._cache.file)
-        needed = self._needed(way, fetch)
-
-        def once() -> WeightState:
-            with self._cache.coming(needed):
-                room = into if isinstance(into, WeightState) else into()
-                return rebuild(way, self.layout, self._document.run, fetch, place=place, into=room)
-
-        try:
-            return once()
-        except (FormatError, WrongStateError):
-            if not self._cache.drop_damaged(needed):
-                raise
-            return once()
-
     def _way(self, target: Manifest, have: dict[int, str], doubts: Doubts) -> Plan:
         on_disk, versions = self._cache.keys()
         return way_to(self._store, self._document, target, have=have, on_disk=on_disk, disk_versions=versions, doubts=doubts)
-
-    def _needed(self, way: Plan, fetch: Fetch) -> list[Needed]:
-        """The objects of a way, in the order they are read. An anchor's index is fetched to know its parts."""
-        parts: list[Needed] = []
-        if way.anchor is not None:
-            index = fetch(way.anchor.index_key, way.anchor.index_sha256, MAX_INDEX_BYTES)
-            parts = [(part.key, part.sha256, part.num_bytes) for part in decode_index(index, self.layout, way.anchor.index_key).parts]
-        return [*parts, *((hop.ref.key, hop.ref.sha256, hop.ref.num_bytes) for hop in way.hops)]
 
 
 def _mark_of(head: Head) -> Mark:

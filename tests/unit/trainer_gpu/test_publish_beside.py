@@ -52,7 +52,7 @@ def uplink(run: SmallRun) -> Uplink:
 @pytest.fixture
 def publisher(run: SmallRun, uplink: Uplink):
     publish = SimpleNamespace(hysteresis=0.02, anchor_part_bytes=50_000)
-    handle = SimpleNamespace(config=SimpleNamespace(publish=publish), store=uplink, document=run.document, signer=run.signer)
+    handle = SimpleNamespace(config=SimpleNamespace(publish=publish), store=uplink, document=run.document, signer=run.signer, folder=None)
     publisher = VersionPublisher(handle)  # pyright: ignore[reportArgumentType] - what it needs of a run
     yield publisher
     publisher.close(0.0)

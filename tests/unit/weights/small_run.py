@@ -54,13 +54,17 @@ def drift(weights: dict[str, np.ndarray], seed: int, size: float = 2e-5) -> dict
 class SmallRun:
     """A run in a bucket with everything needed to publish."""
 
-    def __init__(self, store: Store, folder: Path, *, name: str = "small", dtype: str = "float32", hysteresis: float = 0.02) -> None:
+    def __init__(
+        self, store: Store, folder: Path, *, name: str = "small", dtype: str = "float32", hysteresis: float = 0.02, **model: object
+    ) -> None:
+        """`model`: other settings of its config."""
+        model_config = {**MODEL_CONFIG, **model}
         self.store = store
         self.signer = Signer.from_seed(bytes(range(32)))
-        self.layout = layout_of(MODEL_CONFIG, dtype)
+        self.layout = layout_of(model_config, dtype)
         self.model_files = folder / "model"
         self.model_files.mkdir(parents=True, exist_ok=True)
-        (self.model_files / "config.json").write_text(json.dumps(MODEL_CONFIG))
+        (self.model_files / "config.json").write_text(json.dumps(model_config))
         files = upload_model_files(store, name, self.model_files)
         config = RunConfig(run=name, learning=Learning(dtype=dtype))
         self.document: RunDocument = claim_run(

@@ -14,7 +14,7 @@ import pytest
 from stoa.bucket.store import Store
 from stoa.contracts.errors import AccessDeniedError, ServiceUnavailableError
 from stoa.weights.chain import plan
-from stoa.weights.history import manifest_of, rebuild, stored_bytes, walk
+from stoa.weights.history import manifest_of, rebuild, walk
 from stoa.weights.sync import Puller
 from tests.servers import CREDENTIALS
 from tests.unit.weights.small_run import SmallRun, drift
@@ -153,7 +153,7 @@ def test_every_anchor_delta_and_roll_up_lead_to_one_state_id(store, tmp_path, se
             for cheap in (True, False):  # with roll-ups preferred, and without any
                 known = manifests if cheap else [replace(manifest, rollups=()) for manifest in manifests]
                 way = plan(known, target, anchors={anchor})
-                found.add(rebuild(way, run.layout, "small", stored_bytes(store)).state_id())
+                found.add(rebuild(way, run.layout, "small", lambda key, _, size: store.get(key, max_bytes=size).data).state_id())
         assert found == {states[target]}
     run.publisher.close()
 

@@ -128,40 +128,6 @@ def test_damaged_file_on_disk_is_fetched_again(run: SmallRun, tmp_path):
     assert Puller(run.store, run.document, tmp_path / "mac").join(run.head).state_id() == published(run).state_id()
 
 
-def test_rejoin_brings_only_the_damaged_part_of_an_anchor_anew(run: SmallRun, tmp_path):
-    run.publish_many(2, anchor_every=20)
-    Puller(run.store, run.document, tmp_path / "mac").join(run.head)
-    parts = sorted((tmp_path / "mac" / "anchors").rglob("*.safetensors"))
-    good = {path: path.read_bytes() for path in parts}
-    assert len(parts) > 2
-    sizes = range(0, 8 * len(good[parts[1]]), 8 * len(good[parts[1]]) // 12)
-    for damaged in [*(flip(good[parts[1]], bit + 3) for bit in sizes), bytes(len(good[parts[1]])), good[parts[1]][:-1]]:
-        parts[1].write_bytes(damaged)
-        again = Puller(run.store, run.document, tmp_path / "mac")
-        assert again.join(run.head).state_id() == published(run).state_id()
-        assert again.bytes_downloaded == len(good[parts[1]])
-        assert {path: path.read_bytes() for path in parts} == good
-    again = Puller(run.store, run.document, tmp_path / "mac")
-    assert again.join(run.head).state_id() == published(run).state_id()
-    assert again.bytes_downloaded == 0
-
-
-def test_room_for_the_weights_is_made_while_they_come_and_taken_again_after_a_fault(run: SmallRun, tmp_path):
-    run.publish_many(2, anchor_every=20)
-    room, asked = WeightState.empty(run.layout), []
-
-    def make() -> WeightState:
-        asked.append(len(list((tmp_path / "mac").rglob("index-*.json"))))
-        return room
-
-    assert Puller(run.store, run.document, tmp_path / "mac").join(run.head, into=make) is room
-    part = next((tmp_path / "mac" / "anchors").rglob("*.safetensors"))
-    part.write_bytes(flip(part.read_bytes(), 8 * 3000))
-    assert Puller(run.store, run.document, tmp_path / "mac").join(run.head, into=make) is room
-    assert asked == [1, 1, 1]  # the way was known each time
-    assert room.state_id() == published(run).state_id()
-
-
 def test_join_after_a_kill_in_the_middle_of_a_download(run: SmallRun, tmp_path):
     run.publish_many(2, anchor_every=20)
     Puller(run.store, run.document, tmp_path / "mac").join(run.head)
