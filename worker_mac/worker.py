@@ -21,7 +21,7 @@ import structlog
 from temporalio.client import Client
 from temporalio.worker import Worker
 
-from activities.connection import connect_forever, make_runtime, make_worker, supervise
+from activities.connection import connect_forever, make_runtime, make_worker, require_namespace, supervise
 from activities.rollout import RolloutActivities
 from environments import registry
 from stoa.bucket.head import read_head
@@ -424,7 +424,6 @@ class _Worker:
             except AccessDeniedError as error:
                 self._refused = error
                 self._stop.set()
-                return
             await self._pause(TICK_SECONDS)
             now, wall = time.monotonic(), time.time()
             reason = reason_to_greet(reason, tick_seconds=wall - ticked_at, silent_seconds=min(engine.idle_seconds, now - greeted))
@@ -436,10 +435,22 @@ class _Worker:
             if engine.idle_seconds > config.timeouts.head_poll_seconds < now - looked:
                 looked = now
                 self._run_stopped = await asyncio.to_thread(self._head_state, document) == "stopped"
+                await self._look_for_refusal(client)
             if self._run_stopped or engine.run_stopped:
                 self._run_stopped = True
                 self._stop.set()
             self._look_after(engine)
+
+    async def _look_for_refusal(self, client: Client) -> None:
+        """A Mac whose invitation has ended or was revoked gets no task any more, and nobody tells it: it asks."""
+        if self._entry.invite is not None:
+            try:
+                await require_namespace(client)
+            except AccessDeniedError as error:
+                self._refused = error
+                self._stop.set()
+            except (ServiceUnavailableError, SetupMissingError):
+                return
 
     def _look_after(self, engine: "MacEngine") -> None:
         """Crashes that were reported late count; a long pause gives the memory of the weights back."""

@@ -3,7 +3,7 @@
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from stoa.config.run import Temporal
 from stoa.contracts.access import PLAIN, Access
 from stoa.contracts.errors import RunMissingError, ServiceUnavailableError
 from tests.certificates import Authority, Pair
+from tests.relay import relay
 from tests.servers import TemporalServer
 
 SIGNER = Signer.from_seed(bytes(range(32)))
@@ -36,27 +37,8 @@ async def tls_end(server: str, pair: Pair, client_ca: Path | None = None) -> Asy
     if client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(client_ca)
-    seen: list[bytes] = []
-    host, _, port = server.rpartition(":")
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keep: bool) -> None:
-        with suppress(OSError):
-            while data := await reader.read(1 << 16):
-                if keep:
-                    seen.append(data)
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(relay(reader, far_writer, True), relay(far_reader, writer, False))
-
-    listening = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
-    try:
-        yield listening.sockets[0].getsockname()[1], seen
-    finally:
-        listening.close()
+    async with relay(server, tls=context) as (address, seen):
+        yield int(address.rpartition(":")[2]), seen
 
 
 def settings_of(port: int, server: TemporalServer, *, name: str = "") -> Temporal:

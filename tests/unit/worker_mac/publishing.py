@@ -34,7 +34,9 @@ class Quiet:
 class Publishing:
     """A run whose masters move a little at each publish; `folder` holds its config.json, or gets the tiny one."""
 
-    def __init__(self, store: Store, folder: Path, *, run: str = "demo", bucket: Bucket | None = None) -> None:
+    def __init__(
+        self, store: Store, folder: Path, *, run: str = "demo", bucket: Bucket | None = None, signer: Signer | None = None
+    ) -> None:
         if not (folder / "config.json").is_file():
             (folder / "config.json").write_text(json.dumps(TINY))
             (folder / "tokenizer.json").write_text("{}")
@@ -47,7 +49,7 @@ class Publishing:
             learning=Learning(max_staleness_hard=3),
             timeouts=Timeouts(head_poll_seconds=0.1),
         )
-        self.signer = Signer.generate()
+        self.signer = signer or Signer.generate()
         document = new_run(config, self.signer, layout_id=self.layout.layout_id, model_files=upload_model_files(store, run, folder))
         self.document: RunDocument = claim_run(store, document, self.signer)
         self.writer = HeadWriter(store, run, self.signer, owner="test", interval_seconds=0.0)
@@ -58,8 +60,8 @@ class Publishing:
         }
         self.writer.acquire(TOKEN)
 
-    def publish(self, *, anchor: bool = False) -> str:
-        """Publish the next version; returns its state_id."""
+    def publish(self, *, anchor: bool = False, steps_per_version: int = 4) -> str:
+        """Publish the next version; returns its state_id. steps_per_version: 0 for a run whose steps are looked for."""
         version = self.writer.read()[0].version + 1
         if version:
             for spec in self.layout.tensors:
@@ -67,14 +69,14 @@ class Publishing:
                     self.masters[spec.name] += self.numbers.normal(0, 2e-4, spec.shape).astype(np.float32)
         tensors = [(name, self.masters[name].astype(np.float32)) for name in sorted(self.masters)]
         prepared = self.publisher.prepare(
-            tensors, step=version * 4, epoch=TOKEN, version=version, anchor=anchor or not version, inline=True
+            tensors, step=version * steps_per_version, epoch=TOKEN, version=version, anchor=anchor or not version, inline=True
         )
         self.writer.swap(
             TOKEN,
             version=version,
             manifest_key=prepared.manifest_key,
             manifest_sha256=prepared.manifest_sha256,
-            step=version * 4,
+            step=version * steps_per_version,
             published_at=time.time(),
         )
         self.publisher.commit(prepared)
