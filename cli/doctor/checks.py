@@ -20,6 +20,7 @@ from worker_mac.invited import Entry
 ALL: Final[tuple[tuple[str, Check], ...]] = (
     (packages.NAME, packages.check_versions),
     (machine.WORKER, machine.check_worker),
+    (model.MODEL, model.check_model),
     (machine.DISK, machine.check_disk),
     (machine.MEMORY, machine.check_memory),
     (machine.POWER, machine.check_power),

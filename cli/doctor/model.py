@@ -19,9 +19,13 @@ from tokenizers import Tokenizer
 from cli.doctor.finding import Finding, bad, good, warn
 from cli.doctor.machine import gpu_programs
 from cli.doctor.scene import Scene
+from cli.say import bytes_text
 from stoa.chat.render import ChatRenderer, Message
+from stoa.weights.layout import layout_of
 from worker_mac.identity import lock_holder
+from worker_mac.model_config import read_model_config
 
+MODEL: Final = "model"
 SELF_TEST: Final = "self-test"
 TEMPLATE: Final = "chat template"
 TEST_SECONDS: Final = 8.0
@@ -30,6 +34,17 @@ DIALOGUES: Final[tuple[tuple[Message, ...], ...]] = (
     (Message("user", "Who wrote it?"),),
     (Message("system", "Be brief.\nUse tools."), Message("user", "  Crohn's disease: 3 < 4 & <b>?\n")),
 )
+
+
+def check_model(scene: Scene) -> Finding:
+    """Is the model known here, and one that this project trains and plays?"""
+    if scene.model_config is None:
+        name = scene.config.model
+        return warn(MODEL, f"{name} is not on this machine yet", "a trainer fetches it, a Mac gets it with the run: nothing to do")
+    layout = layout_of(scene.model_config, scene.config.learning.dtype)  # raises what is wrong
+    if scene.is_mac:
+        read_model_config(scene.model_config)
+    return good(MODEL, f"{layout.num_codes + layout.num_raw:,} parameters, {bytes_text(layout.num_bytes)} in int8")
 
 
 def check_self_test(scene: Scene) -> Finding | None:

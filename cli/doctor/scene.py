@@ -94,5 +94,8 @@ class Scene:
 
     @cached_property
     def layout(self) -> Layout | None:
-        """The weights' layout; None if the model is not known here. Raises StoaError for a config.json that makes none."""
-        return None if self.model_config is None else layout_of(self.model_config, self.config.learning.dtype)
+        """The weights' layout; None if the model is not known here or its config.json makes none."""
+        try:
+            return None if self.model_config is None else layout_of(self.model_config, self.config.learning.dtype)
+        except StoaError:
+            return None

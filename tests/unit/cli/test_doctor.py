@@ -19,7 +19,7 @@ from cli.doctor.finding import Finding, bad, examine, good
 from cli.doctor.open import installed_role, scene_of
 from cli.doctor.scene import Scene
 from stoa.config.load import PROJECT_ROOT, load_run
-from stoa.contracts.errors import ConfigError, ServiceUnavailableError
+from stoa.contracts.errors import ConfigError, LayoutError, ServiceUnavailableError
 from tests.unit.chat.conftest import character_tokenizer
 from worker_mac.identity import Identity
 
@@ -303,6 +303,20 @@ def test_the_template_is_found_in_either_file(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("y")
     found = model.template_of(tmp_path)
     assert found is not None and found.source == "y"
+
+
+def test_a_model_is_named_by_its_size_or_by_what_is_wrong_with_it(scene: Scene, large: Scene, tmp_path: Path) -> None:
+    assert model.check_model(scene).found.endswith("parameters, 307.9 kB in int8")
+    # 7751.1 M in experts, 302.0 in convolutions, 262.1 embedding, 88.1 dense, 62.9 attention, 1.6 the rest
+    assert model.check_model(large).found.startswith("8,467,8") and "9.0 GB" in model.check_model(large).found
+    other = tmp_path / "state" / "runs" / "big" / "model" / "config.json"
+    other.write_text(json.dumps(LFM | {"model_type": "llama"}))
+    again = scene_of(large.config, "mac", tmp_path / "state")
+    with pytest.raises(LayoutError):
+        model.check_model(again)
+    assert again.layout is None and machine.check_disk(again).verdict == "pass"
+    other.write_text("{")
+    assert model.check_model(scene_of(large.config, "mac", tmp_path / "state")).verdict == "warn"
 
 
 def test_the_demos_checkpoint_passes_its_template_and_its_self_test(scene: Scene) -> None:

@@ -190,7 +190,7 @@ def test_the_whole_of_it_passes_on_servers_that_are_set_up_in_less_than_ten_seco
     # Whoever else uses MLX on the machine of the test is a warning.
     assert (done.returncode, wrong) == (0, []), done.stderr
     assert {one["name"] for one in tree["checks"]} == {
-        "versions", "worker", "disk", "memory", "power", "other programs", "self-test", "chat template", "temporal", "bucket",
+        "versions", "worker", "model", "disk", "memory", "power", "other programs", "self-test", "chat template", "temporal", "bucket",
         "permissions", "clock", "bandwidth", "outbound only",
     }  # fmt: skip
     assert tree["seconds"] < 10.0
