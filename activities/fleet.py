@@ -34,7 +34,7 @@ from stoa.contracts.fleet_messages import (
     StandingQuery,
 )
 from stoa.contracts.ids import is_name
-from stoa.contracts.messages import Beat, HeadStateRequest, HeadStateResult
+from stoa.contracts.messages import Beat, HeadStateRequest, HeadStateResult, LeaseFound, LeaseQuestion
 from stoa.contracts.ports import Granter, HeadKeeper, Progress
 
 MAX_SIGNALLED_MACS: Final = 200
@@ -65,6 +65,7 @@ class FleetActivities:
             self.tell_mac,
             self.census,
             self.set_head_state,
+            self.find_lease,
             self.list_macs,
             self.release_macs,
         ]
@@ -126,6 +127,11 @@ class FleetActivities:
     async def set_head_state(self, request: HeadStateRequest) -> HeadStateResult:
         """Set HEAD.state."""
         return await run_engine(self._threads, self._keeper.set_state, request)
+
+    @activity.defn(name=names.FIND_LEASE, no_thread_cancel_exception=True)
+    async def find_lease(self, request: LeaseQuestion) -> LeaseFound:
+        """Which lease HEAD names."""
+        return await run_engine(self._threads, self._keeper.find_lease, request)
 
     @activity.defn(name=names.LIST_MACS, no_thread_cancel_exception=True)
     async def list_macs(self, request: ListMacsRequest) -> MacList:

@@ -15,8 +15,8 @@ from stoa.bucket.revocations import Revoked
 from stoa.bucket.tickets import Mint
 from stoa.config.load import bucket_credentials
 from stoa.config.run import RunConfig
-from stoa.contracts.errors import FormatError
-from stoa.contracts.messages import HeadStateRequest, HeadStateResult
+from stoa.contracts.errors import FormatError, ObjectMissingError
+from stoa.contracts.messages import HeadStateRequest, HeadStateResult, LeaseFound, LeaseQuestion
 from stoa.contracts.ports import Progress
 from trainer_gpu.exam import Examiner
 from trainer_gpu.grants import GrantKeeper
@@ -40,6 +40,17 @@ class StateKeeper:
             owner=handle.owner,
             interval_seconds=handle.config.bucket.head_interval_seconds,
         )
+
+    def find_lease(self, request: LeaseQuestion, progress: Progress) -> LeaseFound:
+        """See `ports.HeadKeeper`."""
+        if request.run != self._run:
+            raise FormatError(f"this control process serves run {self._run}, not {request.run}")
+        progress.report("reading HEAD")
+        with self._lock:
+            try:
+                return LeaseFound(self._writer.read()[0].epoch)
+            except ObjectMissingError:
+                return LeaseFound(0)
 
     def set_state(self, request: HeadStateRequest, progress: Progress) -> HeadStateResult:
         """See `ports.HeadKeeper`. Raises ObjectMissingError if no trainer ever took the run."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stoa.bucket.head import Head, HeadWriter, Reset
 from stoa.bucket.steps import Dropped, write_drop_note
-from stoa.contracts.errors import ObjectMissingError, ReplayedError, ServiceUnavailableError, UsageError
+from stoa.contracts.errors import FencedError, ObjectMissingError, ReplayedError, ServiceUnavailableError, UsageError
 from stoa.contracts.messages import AcquireRequest, Published, StepResult
 from stoa.contracts.ports import Progress
 from trainer_gpu.alarms import AlarmBook
@@ -43,6 +43,8 @@ class Lease:
     step: int
     step_manifest_key: str
     settled: set[str]
+    checkpoint_in_flight: str = ""
+    """Key of the checkpoint that HEAD will name with the version in flight."""
     last_step: StepResult | None = None
     last_published: Published | None = None
     arrived_version: int = -1
@@ -55,15 +57,25 @@ def identity_of(handle: RunHandle, policy: Policy) -> Identity:
     return Identity(handle.run, handle.document.layout_id, policy.architecture)
 
 
-def next_token(lease_number: int, attempt: int, head_epoch: int) -> int:
-    """The fencing token of a new lease: above every one before it, also when the workflow's count went back by a reset.
+def next_token(lease_number: int, attempt: int, head_epoch: int, *, strict: bool = False) -> int:
+    """The fencing token of a new lease: above every one before it.
 
     lease_number: the workflow's; attempt: of the activity, from 1; head_epoch: token in HEAD, 0 before the first.
-    Raises UsageError when the attempts of one lease are used up: their tokens would run into the next lease's.
+    strict: the workflow has looked at HEAD before it chose the number, so that a lower token than HEAD's is that of a
+    task from before, played late by a process that was frozen. Without it the number is raised above HEAD's.
+
+    Raises:
+        FencedError: the task is from before the present lease.
+        UsageError: the attempts of one lease are used up; their tokens would run into the next lease's.
     """
     if not 1 <= attempt <= MAX_ATTEMPTS:
         raise UsageError(f"attempt {attempt} to take the run: at most {MAX_ATTEMPTS} fit one lease", hint="reset the run's workflow")
-    return max(lease_number, head_epoch // 1000 + 1) * 1000 + attempt
+    if not strict:
+        return max(lease_number, head_epoch // 1000 + 1) * 1000 + attempt
+    token = lease_number * 1000 + attempt
+    if token <= head_epoch:
+        raise FencedError(f"lease {token} is from before the present one, {head_epoch}")
+    return token
 
 
 def take_lease(
@@ -77,7 +89,7 @@ def take_lease(
     document = read_document(store, key, identity_of(handle, policy), handle.signer.public_key) if key else None
     facts = document.facts if document else Facts(0, 0, -1, "", ())
     _await_word(progress)
-    token = next_token(request.lease_number, attempt, before.epoch if before else 0)
+    token = next_token(request.lease_number, attempt, before.epoch if before else 0, strict=request.strict)
     head = writer.acquire(token, Reset(key, facts.step, facts.step_manifest_key))
     progress.report(f"took lease {token}; loading step {facts.step}")
     if document is None:

@@ -15,6 +15,7 @@ from stoa.contracts.messages import (
     AnchorCadence,
     Checkpointed,
     HeadStateResult,
+    LeaseFound,
     Published,
     RunInput,
     StepResult,
@@ -205,6 +206,7 @@ def _(event: TrainerFailed, state: RunProgress, rules: RunInput, now: float) -> 
         step=state.published_step,
         num_failures=num_failures,
         lease_number=state.lease_number + 1 if event.command == "Acquire" else state.lease_number,
+        lease_unknown=state.lease_unknown or (state.strict_leases and event.kind == "FencedError"),
         trainer_hold_until=now + hold_seconds,
         reason=state.reason if state.ending or state.paused else text,
     )
@@ -213,6 +215,11 @@ def _(event: TrainerFailed, state: RunProgress, rules: RunInput, now: float) -> 
             return replace(after, ending=True, failure_type=event.kind, reason=text)
         return _paused(after, text)
     return _paused(after, f"{num_failures} times in a row {text}") if num_failures >= MAX_FAILURES else after
+
+
+@apply.register
+def _(event: LeaseFound, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
+    return replace(state, lease_number=max(state.lease_number, event.epoch // 1000), lease_unknown=False)
 
 
 @apply.register

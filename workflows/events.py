@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from stoa.contracts.evaluation_messages import EvaluationResult, MacList
 from stoa.contracts.fleet_messages import Census, FleetEvent, Released, StandingState
-from stoa.contracts.messages import Acquired, AnchorCadence, Checkpointed, HeadStateResult, Published, StepResult
+from stoa.contracts.messages import Acquired, AnchorCadence, Checkpointed, HeadStateResult, LeaseFound, Published, StepResult
 from workflows.state import Evaluation
 
 
@@ -95,6 +95,7 @@ class Decided:
 
 Event = (
     Acquired
+    | LeaseFound
     | StepResult
     | VersionPublished
     | Checkpointed

@@ -23,6 +23,11 @@ DRAIN_WAIT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True)
+class FindLease:
+    """Ask which lease HEAD names: ours must be above it."""
+
+
+@dataclass(frozen=True)
 class Acquire:
     """Ask any trainer to take the run."""
 
@@ -96,7 +101,7 @@ class TellMac:
     standing: Standing
 
 
-TrainerCommand = Acquire | Train | PublishVersion | SaveCheckpoint
+TrainerCommand = FindLease | Acquire | Train | PublishVersion | SaveCheckpoint
 DeskCommand = SetHead | FindMacs | OpenEvaluation | Release | TakeCensus | TellMac
 
 
@@ -131,6 +136,8 @@ def next_for_trainer(state: RunProgress, rules: RunInput, now: float) -> Trainer
         return _closing_step(state, rules)
     if state.paused or now < state.trainer_hold_until:
         return None
+    if not state.token and state.lease_unknown:
+        return FindLease()
     if not state.token:
         return Acquire(state.lease_number + 1)
     if state.anchor_wanted:
@@ -172,7 +179,7 @@ def _due(version: int, every: int) -> bool:
 
 def interrupts(command: TrainerCommand, state: RunProgress, rules: RunInput, now: float) -> bool:
     """True if `command`, which is running, is to be cancelled: an ending run waits neither for groups nor for a trainer."""
-    return isinstance(command, Train | Acquire) and bool(end_reason(state, rules, now))
+    return isinstance(command, Train | Acquire | FindLease) and bool(end_reason(state, rules, now))
 
 
 def wanted_head(state: RunProgress, rules: RunInput, now: float) -> RunState:
@@ -285,6 +292,8 @@ def waiting_sentence(state: RunProgress, rules: RunInput, now: float, *, command
     """One sentence for a person: what the run waits for, from whom, for how long."""
     age = f"since {max(0.0, now - since):.0f} s"
     match command:
+        case FindLease():
+            return f"waiting for HEAD to say which lease is the newest {age}"
         case Acquire():
             return f"waiting for a trainer on queue gpu-{rules.run} {age}"
         case Train() if state.starving_since and state.num_missing:

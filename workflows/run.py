@@ -39,6 +39,8 @@ with workflow.unsafe.imports_passed_through():
         CheckpointRequest,
         HeadStateRequest,
         HeadStateResult,
+        LeaseFound,
+        LeaseQuestion,
         MacAsk,
         Published,
         PublishRequest,
@@ -71,8 +73,9 @@ with workflow.unsafe.imports_passed_through():
 
 MAX_PAGE = 50
 MAX_CADENCE = 99_999_999
-CENSUS_PATCH = "census"
-"""Since: the fleet is counted and listed by censuses, and a long history lets go of a lease that nobody takes."""
+FLEET_PATCH = "fleet-and-leases"
+"""Since: the fleet is counted by censuses, leases are numbered by what HEAD says, and a long history lets go of a lease
+that nobody takes."""
 Result = TypeVar("Result")
 
 
@@ -94,7 +97,9 @@ class RunWorkflow:
         self._timer: asyncio.Task[None] | None = None
         self._timer_at = 0.0
         self._shown: dict[str, str | int | float] = {}
-        self._takes_census = workflow.patched(CENSUS_PATCH)
+        self._takes_census = workflow.patched(FLEET_PATCH)
+        if self._takes_census and not given.carried:
+            self._state = replace(self._state, strict_leases=True, lease_unknown=True)
 
     @workflow.run
     async def run(self, given: RunInput) -> RunResult:
@@ -163,8 +168,10 @@ class RunWorkflow:
         rules, state = self._rules, self._state
         silence = rules.heartbeat_seconds
         match command:
+            case plan.FindLease():
+                return await call(names.FIND_LEASE, LeaseQuestion(rules.run), LeaseFound, limits.CONTROL)
             case plan.Acquire():
-                request = AcquireRequest(rules.run, command.lease_number, state.version)
+                request = AcquireRequest(rules.run, command.lease_number, state.version, state.strict_leases)
                 queue = names.gpu_queue(rules.run)
                 return await self._trainer(
                     names.ACQUIRE_TRAINER, request, Acquired, limits.acquire(silence), queue, f"lease {command.lease_number}"

@@ -60,6 +60,10 @@ class RunProgress:
     started_at: float
     lease_number: int = 0
     """Of the last lease asked for or held."""
+    strict_leases: bool = False
+    """The number is chosen by what HEAD says, and a task of an older one is fenced."""
+    lease_unknown: bool = False
+    """HEAD may name a later lease than ours: we begin, or somebody fenced us."""
     token: int = 0
     """0: no lease is held."""
     owner: str = ""

@@ -63,12 +63,30 @@ class RunInput:
 
 @dataclass(frozen=True)
 class AcquireRequest:
-    """Ask a trainer to take the run. The token is lease_number * 1000 + attempt, at least (HEAD.epoch // 1000 + 1) * 1000."""
+    """Ask a trainer to take the run. The token is lease_number * 1000 + attempt.
+
+    A number that is too low is raised to HEAD.epoch // 1000 + 1; with `strict` it fences its task instead.
+    """
 
     run: str
     lease_number: int
     min_version: int = -1
     """Newest version the run knows to be published: a HEAD below it was put back by somebody."""
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class LeaseQuestion:
+    """Which lease does HEAD name? Asked by a run that may have been reset, or begun anew, before it asks for the next."""
+
+    run: str
+
+
+@dataclass(frozen=True)
+class LeaseFound:
+    """The fencing token in HEAD, 0 before the first."""
+
+    epoch: int
 
 
 @dataclass(frozen=True)

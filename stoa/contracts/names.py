@@ -34,6 +34,7 @@ DRAIN_MAC: Final = "drain_mac"
 RELEASE: Final = "release"
 
 # activities
+FIND_LEASE: Final = "find_lease"
 ACQUIRE_TRAINER: Final = "acquire_trainer"
 TRAIN_STEP: Final = "train_step"
 PUBLISH: Final = "publish"

@@ -15,6 +15,8 @@ from stoa.contracts.messages import (
     CheckpointRequest,
     HeadStateRequest,
     HeadStateResult,
+    LeaseFound,
+    LeaseQuestion,
     Published,
     PublishRequest,
     StepRequest,
@@ -92,6 +94,10 @@ class Granter(Protocol):
 
 class HeadKeeper(Protocol):
     """The control side's only write to HEAD."""
+
+    def find_lease(self, request: LeaseQuestion, progress: Progress) -> LeaseFound:
+        """The fencing token in HEAD."""
+        ...
 
     def set_state(self, request: HeadStateRequest, progress: Progress) -> HeadStateResult:
         """Set HEAD.state by compare-and-swap; idempotent by nonce."""

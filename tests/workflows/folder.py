@@ -23,6 +23,8 @@ from stoa.contracts.messages import (
     CheckpointRequest,
     HeadStateRequest,
     HeadStateResult,
+    LeaseFound,
+    LeaseQuestion,
     Published,
     PublishRequest,
     StepRequest,
@@ -108,7 +110,9 @@ class FolderTrainer:
     def acquire(self, request: AcquireRequest, attempt: int, progress: Progress) -> Acquired:
         progress.report("taking the run")
         with self.folder.swap() as head:
-            token = max(request.lease_number, head["epoch"] // 1000 + 1) * 1000 + attempt
+            token = request.lease_number * 1000 + attempt
+            if token <= head["epoch"]:
+                raise FencedError(f"lease {token} is from before {head['epoch']}")
             head |= {"epoch": token, "version": head["version"] + 1}
             self.folder.create(f"versions/v{head['version']:04d}", {"epoch": token, "step": head["step"]})
             if head["state"] == "stopped":
@@ -225,6 +229,9 @@ class FolderKeeper:
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
+
+    def find_lease(self, request: LeaseQuestion, progress: Progress) -> LeaseFound:
+        return LeaseFound(self.folder.read_head()["epoch"])
 
     def set_state(self, request: HeadStateRequest, progress: Progress) -> HeadStateResult:
         with self.folder.swap() as head:

@@ -46,6 +46,8 @@ from stoa.contracts.messages import (
     CheckpointRequest,
     HeadStateRequest,
     HeadStateResult,
+    LeaseFound,
+    LeaseQuestion,
     Published,
     PublishRequest,
     StepRequest,
@@ -94,6 +96,8 @@ class World:
     on_evaluation: Callable[[EvaluationStart], EvaluationResult | None] = lambda _: None
     step_gate: asyncio.Event | None = None
     sweep_gate: asyncio.Event | None = None
+    held_from: int | None = None
+    """Sweeps from this number on wait until it is raised."""
     step_seconds: float = 0.0
     cancelled_steps: int = 0
 
@@ -101,7 +105,11 @@ class World:
     async def acquire(self, request: AcquireRequest) -> Acquired:
         self.acquisitions.append(request)
         self.on_acquire(request)
-        token = max(request.lease_number, self.epoch // 1000 + 1) * 1000 + activity.info().attempt
+        token = request.lease_number * 1000 + activity.info().attempt
+        if not request.strict:
+            token = max(request.lease_number, self.epoch // 1000 + 1) * 1000 + activity.info().attempt
+        elif token <= self.epoch:
+            raise error("FencedError", hopeless=True)
         self.epoch, self.step, self.version = token, self.saved_step, self.version + 1
         return Acquired(token, "box", names.lease_queue(request.run, token), self.step, self.version, self.head_state)  # type: ignore[arg-type]
 
@@ -146,6 +154,10 @@ class World:
         self.head_states.append(request.state)
         return HeadStateResult(request.state, self.version, self.step, self.epoch)
 
+    @activity.defn(name=names.FIND_LEASE)
+    async def find_lease(self, request: LeaseQuestion) -> LeaseFound:
+        return LeaseFound(self.epoch)
+
     @activity.defn(name=names.LIST_MACS)
     async def list_macs(self, request: ListMacsRequest) -> MacList:
         return MacList(self.hosts)
@@ -176,6 +188,9 @@ class World:
     async def sweep(self, request: SweepRequest) -> SweepResult:
         self.swept.append(request)
         while self.sweep_gate is not None and not self.sweep_gate.is_set():
+            activity.heartbeat(f"sweep {request.sweep}")
+            await asyncio.sleep(0.1)
+        while self.held_from is not None and request.sweep >= self.held_from:
             activity.heartbeat(f"sweep {request.sweep}")
             await asyncio.sleep(0.1)
         answer = self.on_sweep(request)
@@ -230,6 +245,7 @@ class World:
             self.tell_mac,
             self.census,
             self.set_head_state,
+            self.find_lease,
             self.list_macs,
             self.start_evaluation,
             self.release_macs,

@@ -15,6 +15,7 @@ from stoa.contracts.messages import (
     AnchorCadence,
     Checkpointed,
     HeadStateResult,
+    LeaseFound,
     Published,
     RunInput,
     StepResult,
@@ -54,7 +55,7 @@ class Simulation:
 
     def __init__(self, rules: RunInput, fates: list[int]) -> None:
         self.rules, self.fates, self.now = rules, fates, 1000.0
-        self.state = first_run_progress(rules, self.now)
+        self.state = replace(first_run_progress(rules, self.now), strict_leases=True, lease_unknown=True)
         self.commands: list[object] = []
         self.head = {"epoch": 0, "version": -1, "step": 0, "state": "running"}
         self.memory = 0  # step of the trainer that holds the lease
@@ -94,11 +95,14 @@ class Simulation:
         failed = TrainerFailed(type(command).__name__, "timeout", "heartbeat", hopeless=False)
         fate = self.fate()
         match command:
+            case plan.FindLease():
+                return failed if fate == 3 else LeaseFound(self.head["epoch"])
             case plan.Acquire():
                 if fate == 3:
                     return failed
-                token = max(command.lease_number, self.head["epoch"] // 1000 + 1) * 1000 + 1
-                assert token > self.head["epoch"]
+                token = command.lease_number * 1000 + 1
+                if token <= self.head["epoch"]:
+                    return TrainerFailed("Acquire", "FencedError", "too old", hopeless=True)
                 self.head |= {"epoch": token, "version": self.head["version"] + 1}
                 self.memory = self.head["step"]
                 self.published.append((self.head["version"], self.memory))
@@ -505,3 +509,14 @@ def test_person_who_stops_a_run_without_macs_does_not_wait_a_minute() -> None:
     state = apply(EvaluationOpened(last), state, RULES, 1.0)
     assert plan.expired(state, RULES, 10.9) == ()
     assert len(plan.expired(state, RULES, 11.0)) == 1
+
+
+def test_lease_is_numbered_above_the_one_in_head_and_asked_for_again_after_a_fence() -> None:
+    """So it goes after a reset: the workflow's count has gone back, HEAD's has not."""
+    state = RunProgress(0.0, lease_number=2, strict_leases=True)
+    assert plan.next_for_trainer(state, RULES, 0.0) == plan.Acquire(3)
+    state = apply(TrainerFailed("Acquire", "FencedError", "too old", hopeless=True), state, RULES, 0.0)
+    assert not state.ending
+    assert plan.next_for_trainer(state, RULES, 0.0) == plan.FindLease()
+    state = apply(LeaseFound(7002), state, RULES, 0.0)
+    assert plan.next_for_trainer(state, RULES, 0.0) == plan.Acquire(8)
