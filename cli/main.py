@@ -43,6 +43,7 @@ _COMMANDS: Final = {
         "revoke": "Let an invited Mac take part no longer.",
         "proxy": "Stand before Temporal for invited Macs.",
         "doctor": "Check this machine and its servers: each check passes, warns or fails, and says how to mend it.",
+        "bench": "Measure tokens a second by width on this Mac and keep the width from which more groups hardly help.",
         "setup": "Make namespaces, search attributes and the bucket; safe to repeat.",
         "config": "Check a configuration file.",
         "plan": "Work out what fits before hiring a machine.",

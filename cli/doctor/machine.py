@@ -75,7 +75,7 @@ def check_memory(scene: Scene) -> Finding | None:
     weights = scene.layout.num_bytes
     group = group_bytes(scene)
     limit = int(gpu_bytes(memory.total) * scene.allowed.memory_fraction)
-    groups = (limit - weights - WIRED_MARGIN_BYTES) // max(1, group)
+    groups = groups_in_memory(scene)
     said = (
         f"{bytes_text(memory.total)}, of which {bytes_text(limit)} may be ours: weights {bytes_text(weights)}, a group {bytes_text(group)}"
     )
@@ -86,6 +86,13 @@ def check_memory(scene: Scene) -> Finding | None:
     if memory.available < weights + WIRED_MARGIN_BYTES:
         return warn(MEMORY, f"{said}; only {bytes_text(memory.available)} are free now", "close programs that take much memory")
     return good(MEMORY, said)
+
+
+def groups_in_memory(scene: Scene) -> int:
+    """How many groups fit beside the weights, by what the owner allows; 0 if not one does."""
+    limit = int(gpu_bytes(psutil.virtual_memory().total) * scene.allowed.memory_fraction)
+    weights = scene.layout.num_bytes if scene.layout is not None else 0
+    return max(0, (limit - weights - WIRED_MARGIN_BYTES) // max(1, group_bytes(scene)))
 
 
 def gpu_bytes(total_bytes: int, tool: Callable[[tuple[str, ...]], str] = run_tool, platform_name: str = sys.platform) -> int:

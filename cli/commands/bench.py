@@ -1,0 +1,35 @@
+"""`stoa bench [FILE]`: how fast this Mac samples, by width."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from cli import say
+from cli.arguments import AsJson
+from cli.say import Exit
+
+
+def bench(
+    file: Annotated[Path | None, Parameter(help="Configuration of the run; the demo's when left out.")] = None,
+    /,
+    *,
+    groups: Annotated[int, Parameter(help="Widest batch to try, in groups; what memory allows when left out.")] = 0,
+    state: Annotated[Path | None, Parameter(help="Folder of this Mac's state, where the result is kept.")] = None,
+    as_json: AsJson = False,
+) -> Exit:
+    """Measure tokens a second by width on this Mac and keep the width from which more groups hardly help.
+
+    Its worker plays that many groups at once from its next start on, where the run leaves the width to each Mac.
+    """
+    from cli.bench import measure, sentences
+
+    measured = measure(file, groups, state)
+    if measured is None:
+        return Exit.FAILED
+    if as_json:
+        say.data(measured.json)
+    else:
+        for line in sentences(measured):
+            say.talk(line)
+    return Exit.DONE

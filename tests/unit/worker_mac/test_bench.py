@@ -1,0 +1,99 @@
+"""The measuring of a Mac: what the knee is, what is kept for the worker, and that a worker beside it is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli.bench import read, sentences
+from stoa.config.load import PROJECT_ROOT
+from stoa.weights.layout import layout_of
+from tests.unit.worker_mac.policies import TINY
+from worker_mac.bench import Measured, bench, keep, knee, measure, random_weights
+from worker_mac.decoder import Decoder
+from worker_mac.identity import Identity
+from worker_mac.model import Model
+from worker_mac.model_config import read_model_config
+
+
+@pytest.mark.parametrize(
+    ("rates", "groups"),
+    [
+        ({1: 10.0}, 1),
+        ({1: 10.0, 2: 19.0, 4: 30.0, 8: 33.0}, 4),  # 30 of 33 is 0.91
+        ({1: 10.0, 2: 19.0, 4: 29.0, 8: 33.0}, 8),
+        ({1: 30.0, 2: 33.0, 4: 20.0}, 1),  # a Mac that slows down when it is wide
+        ({4: 5.0, 2: 5.0, 1: 5.0}, 1),
+    ],
+)
+def test_the_knee_is_the_narrowest_width_with_nine_tenths_of_the_best_rate(rates: dict[int, float], groups: int) -> None:
+    assert knee(rates) == groups
+
+
+@given(st.dictionaries(st.integers(1, 64), st.floats(0.1, 1e5), min_size=1), st.floats(0.5, 1.0))
+def test_the_knee_was_measured_and_nothing_narrower_is_as_good(rates: dict[int, float], enough: float) -> None:
+    found = knee(rates, enough)
+    assert rates[found] >= enough * max(rates.values())
+    assert all(rate < enough * max(rates.values()) for width, rate in rates.items() if width < found)
+
+
+def test_random_weights_give_logits_that_are_numbers() -> None:
+    rows = Decoder(Model(read_model_config(TINY), random_weights(layout_of(TINY, "bfloat16")).arrays))
+    rows.begin([np.arange(20, dtype=np.int32)], np.zeros(2, np.intp))
+    logits = rows.logits(np.array([3, 5], np.int32))
+    assert np.isfinite(logits).all() and logits.std() > 0.01
+
+
+def test_a_rate_is_rows_over_the_seconds_of_a_step() -> None:
+    model = Model(read_model_config(TINY), random_weights(layout_of(TINY, "float32")).arrays)
+    rate, step_seconds = measure(model, 2, 4)
+    assert rate == pytest.approx(8 / step_seconds)
+    assert 1e-5 < step_seconds < 10.0
+
+
+def test_what_is_kept_is_what_the_worker_reads(tmp_path: Path) -> None:
+    measured = Measured("abc", 8, {1: 10.123, 2: 20.0}, 2, 0.8, 1000, "f", "cpu")
+    assert json.loads(keep(tmp_path, measured, now=5.0).read_text()) == {
+        "format": 1, "model": "abc", "knee_groups": 2, "tokens_per_second": {"1": 10.12, "2": 20.0}, "measured_at": 5.0,
+    }  # fmt: skip
+
+
+def test_all_widths_are_measured_and_the_model_is_named() -> None:
+    measured = bench(TINY, "float32", [1, 2], 4)
+    assert set(measured.tokens_per_second) == {1, 2}
+    assert measured.model == layout_of(TINY, "float32").layout_id
+    assert measured.knee_groups in (1, 2) and measured.peak_bytes > 0
+    assert measured.step_seconds == pytest.approx(4 * measured.knee_groups / measured.tokens_per_second[measured.knee_groups])
+
+
+def stoa(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "cli.main", *arguments], capture_output=True, text=True, timeout=55, cwd=PROJECT_ROOT)
+
+
+def test_the_command_measures_the_demos_model_and_keeps_the_knee(tmp_path: Path) -> None:
+    done = stoa("bench", "--state", str(tmp_path), "--groups", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    rates = read(done.stdout)
+    assert set(rates.tokens_per_second) == {1, 2} and rates.group_size == 8
+    kept = json.loads((tmp_path / "width.json").read_text())
+    assert kept["knee_groups"] == rates.knee_groups
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["host", "lock", "width.json"]
+    assert any(line.startswith("knee") for line in sentences(rates))
+
+
+def test_beside_a_worker_nothing_is_measured(tmp_path: Path) -> None:
+    identity = Identity(tmp_path)
+    done = stoa("bench", "--state", str(tmp_path), "--groups", "1")
+    identity.close()
+    assert done.returncode == 1
+    assert "is a worker that uses this state folder" in done.stderr
+
+
+def test_a_width_that_cannot_be_is_wrong_use(tmp_path: Path) -> None:
+    done = stoa("bench", "--state", str(tmp_path), "--groups", "65")
+    assert (done.returncode, "from 1 to 64" in done.stderr) == (2, True)

@@ -1,0 +1,165 @@
+"""How many tokens a second this Mac samples at each width, and from which width on more groups hardly help.
+
+    python -m worker_mac.bench CONFIG.json --state DIR --groups 16 --group-size 8     prints `Measured` as JSON
+
+Weights are random ones of the model's shapes: speed depends on shapes alone, but for how evenly experts are chosen, which
+random weights do more evenly than trained ones. The knee is kept in the state folder, where the worker looks for it:
+
+    width.json   {"format": 1, "model": <layout_id>, "knee_groups": N, "tokens_per_second": {"1": 51.2, ...}, "measured_at": <Unix s>}
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from stoa.contracts.errors import StoaError, UsageError
+from stoa.weights.grid import bf16_bits
+from stoa.weights.layout import Layout, RawType, layout_of
+from worker_mac import selftest
+from worker_mac.decoder import Decoder
+from worker_mac.ending import leave
+from worker_mac.identity import Identity
+from worker_mac.model import Model
+from worker_mac.model_config import read_model_config
+from worker_mac.weights import LiveWeights
+
+WIDTH_FILE: Final = "width.json"
+WIDTHS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""In groups."""
+ENOUGH: Final = 0.9
+"""The knee is the narrowest width with this share of the best rate."""
+CONTEXT_TOKENS: Final = 512
+"""Each row has so many before it is measured: about the middle of an episode."""
+NUM_STEPS: Final = 16
+STEP_SECONDS: Final = 4.0
+"""A width is measured for so many steps, or this long."""
+NUM_WARM: Final = 2
+_BLOCK_BYTES: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Rates by width in groups; what one step took at the knee; the most memory that was in use."""
+
+    model: str
+    group_size: int
+    tokens_per_second: dict[int, float]
+    knee_groups: int
+    step_seconds: float
+    peak_bytes: int
+    fingerprint: str
+    device: str
+
+
+def knee(tokens_per_second: Mapping[int, float], enough: float = ENOUGH) -> int:
+    """The narrowest width, in groups, that has at least `enough` of the best rate."""
+    best = max(tokens_per_second.values())
+    return min(width for width, rate in tokens_per_second.items() if rate >= enough * best)
+
+
+def random_weights(layout: Layout) -> LiveWeights:
+    """Weights of a layout in MLX's memory, random and harmless: written in place, so that they are there once."""
+    live, numbers = LiveWeights(layout), np.random.default_rng(0)
+    block = numbers.integers(0, 256, _BLOCK_BYTES, dtype=np.uint8)
+    for spec in layout.tensors:
+        if spec.kind == "int8":
+            flat = live.state.arrays[spec.name].reshape(-1)
+            for start in range(0, flat.size, _BLOCK_BYTES):
+                piece = flat[start : start + _BLOCK_BYTES]
+                piece[:] = block[: piece.size]
+            live.state.arrays[spec.scales][...] = bf16_bits(np.full(1, 2.0**-10, np.float32))[0]
+            live.state.arrays[spec.biases][...] = bf16_bits(np.full(1, -127.5 * 2.0**-10, np.float32))[0]
+        else:
+            values = numbers.normal(1.0 if "norm" in spec.name else 0.0, 0.05, spec.shape).astype(np.float32)
+            live.state.arrays[spec.name][...] = values if spec.dtype == "float32" else bf16_bits(values)
+    return live
+
+
+def measure(model: Model, num_groups: int, group_size: int) -> tuple[float, float]:
+    """Tokens a second of `num_groups` groups in one batch, and the seconds of one step."""
+    numbers, vocabulary = np.random.default_rng(num_groups), model.config.vocab_size
+    prompts = [numbers.integers(0, vocabulary, CONTEXT_TOKENS).astype(np.int32) for _ in range(num_groups)]
+    rows = Decoder(model)
+    rows.begin(prompts, np.repeat(np.arange(num_groups), group_size))
+    num_rows = num_groups * group_size
+    active: NDArray[np.bool_] = np.ones(num_rows, bool)
+    tokens = numbers.integers(0, vocabulary, num_rows).astype(np.int32)
+    took: list[float] = []
+    began = time.monotonic()
+    while len(took) < NUM_WARM + NUM_STEPS and (time.monotonic() - began < STEP_SECONDS or len(took) < NUM_WARM + 2):
+        started = time.perf_counter()
+        tokens, _ = rows.step(tokens, numbers.random(num_rows, np.float32), active)
+        took.append(time.perf_counter() - started)
+    step_seconds = float(np.median(took[NUM_WARM:]))
+    return num_rows / step_seconds, step_seconds
+
+
+def bench(config: Mapping[str, object], raw_dtype: RawType, widths: Sequence[int], group_size: int) -> Measured:
+    """Measure all widths, narrowest first. Raises WeightsError if this MLX computes wrongly."""
+    verdict = selftest.run()
+    fingerprint = selftest.require(verdict)
+    layout = layout_of(config, raw_dtype)
+    live = random_weights(layout)
+    model = Model(read_model_config(config), live.arrays)
+    mx.reset_peak_memory()
+    rates: dict[int, float] = {}
+    steps: dict[int, float] = {}
+    for width in widths:
+        rates[width], steps[width] = measure(model, width, group_size)
+        sys.stderr.write(f"{width:3} groups  {rates[width]:8.1f} tokens/s  {steps[width] * 1e3:8.1f} ms a step\n")
+        mx.clear_cache()
+    found = knee(rates)
+    return Measured(layout.layout_id, group_size, rates, found, steps[found], mx.get_peak_memory(), fingerprint, verdict.device)
+
+
+def keep(folder: Path, measured: Measured, now: float | None = None) -> Path:
+    """Write width.json for the worker; returns its path."""
+    path = folder / WIDTH_FILE
+    document = {
+        "format": 1,
+        "model": measured.model,
+        "knee_groups": measured.knee_groups,
+        "tokens_per_second": {str(width): round(rate, 2) for width, rate in measured.tokens_per_second.items()},
+        "measured_at": time.time() if now is None else now,
+    }
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(document, sort_keys=True) + "\n", "ascii")
+    part.replace(path)
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, keep and print; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m worker_mac.bench")
+    parser.add_argument("config", type=Path, help="config.json of the model")
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
+    parser.add_argument("--groups", type=int, required=True, help="widest batch to try")
+    parser.add_argument("--group-size", type=int, required=True)
+    asked = parser.parse_args(arguments)
+    try:
+        identity = Identity(asked.state)  # no worker beside it: two programs would measure each other
+        try:
+            config = json.loads(asked.config.read_text("utf-8"))
+            measured = bench(config, asked.dtype, [width for width in WIDTHS if width <= asked.groups], asked.group_size)
+            keep(asked.state, measured)
+        finally:
+            identity.close()
+    except StoaError as error:
+        sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
+        return 2 if isinstance(error, UsageError) else 1
+    sys.stdout.write(json.dumps(asdict(measured)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())
