@@ -69,7 +69,7 @@ def _fleet(
     share = 1.0 - len(always_there) / max(1, len(members))
     return Fleet(
         Rules(
-            config.rollout.groups,
+            config.rollout.usual_groups,
             learning.groups_per_step,
             learning.steps_per_version,
             learning.max_staleness,

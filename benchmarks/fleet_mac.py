@@ -153,7 +153,7 @@ class FakeMac(MacEngine):
     def _play_groups(self, run: Any, groups: Sequence[Sequence[Casting]], on_group: OnGroup, progress: Progress) -> Played:
         play, started = self._play_as, time.monotonic()
         draw = random.Random(groups[0][0].key if groups else 0)
-        share = len(groups) / self._config.rollout.groups
+        share = len(groups) / self._config.rollout.usual_groups
         seconds = play.sweep_seconds * draw.lognormvariate(0.0, play.jitter) * min(1.0, share)
         played = Played(True, 0, 0, 0, 0, 0.0, 0, 0.0)
         order = list(range(len(groups)))
@@ -168,7 +168,7 @@ class FakeMac(MacEngine):
                 self.pause(min(left, _BEAT_SECONDS))
             episodes = [self._scribe.episode(casting, play.p_right) for casting in groups[index]]
             on_group(groups[index][0].group, episodes)
-            played = played.plus(_played(episodes))
+            played = _both(played, _played(episodes))
         self._write_down(run, len(order), time.monotonic() - started)
         return replace(played, seconds=time.monotonic() - started)
 
@@ -186,6 +186,12 @@ class FakeMac(MacEngine):
         }
         with self._diary.open("a", encoding="ascii") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _both(one: Played, other: Played) -> Played:
+    """What was played, counted together."""
+    counts = ("num_episodes", "num_sampled_tokens", "num_prompt_tokens", "reward_sum")
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in counts})
 
 
 def _when(first: float, place: int, count: int) -> float:

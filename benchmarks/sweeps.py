@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from environments import registry
 from environments.base import Environment
+from metal.reference import PAGE_TOKENS
 from stoa.rollouts.records import Episode, Fingerprint, Group
 from stoa.weights import grid
 from stoa.weights.layout import Layout, layout_of
@@ -21,8 +22,9 @@ from stoa.weights.state import WeightState
 from worker_mac.decoder import Decoder
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
+from worker_mac.pages import Pages, PoolKey
 from worker_mac.sampler import seed_of
-from worker_mac.sweep import Casting, Sweep
+from worker_mac.sweep import Casting, OnGroup, Played, Sweep, cast
 from worker_mac.weights import LiveWeights
 
 POLICY = Path(__file__).parents[1] / "environments" / "search" / "policy"
@@ -72,6 +74,15 @@ def move_state(state: WeightState, tensors: Tensors, hysteresis: float) -> float
     return num_changed / state.layout.num_codes
 
 
+def play(model: Model, environment: Environment, castings: Sequence[Casting], on_group: OnGroup) -> Played:
+    """One sweep on a pool in which every episode may become as long as any."""
+    longest = -(-environment.limits.max_episode_tokens // PAGE_TOKENS)
+    pages = Pages(2 + (len(castings) + len({casting.question_id for casting in castings})) * longest, PoolKey(0, "", PAGE_TOKENS, ""))
+    schedule = cast(environment, castings, pages, max_rows=len(castings))
+    rows = Decoder(model, pages.num_pages, schedule.num_slots)
+    return Sweep(rows, schedule, environment, castings, on_group).play()
+
+
 class Player:
     """Plays sweeps on int8 weights that are given anew for each."""
 
@@ -93,7 +104,7 @@ class Player:
             for episode in range(group_size)
         ]
         ended: dict[int, list[Episode]] = {}
-        Sweep(Decoder(self._model), self.environment, castings, ended.__setitem__).play()
+        play(self._model, self.environment, castings, ended.__setitem__)
         return [
             Group(
                 RUN, HOST, sweep, index, "train", question_ids[index], version, state_id, 1.0, 0, tuple(ended[index]),

@@ -131,8 +131,8 @@ class OneMachine:
         groups: list[Group] = []
         for _ in range(MAX_SWEEPS):
             sweep, rollout = self._num_sweeps, self.config.rollout
-            first = sweep * rollout.groups
-            asked = tuple(self._questions[(first + i) % len(self._questions)] for i in range(rollout.groups))
+            first = sweep * rollout.usual_groups
+            asked = tuple(self._questions[(first + i) % len(self._questions)] for i in range(rollout.usual_groups))
             GrantBook(self._store, self.config.run).write(GrantRecord(HOST, sweep, first, asked, 0.0, 0))
             version = self.head().version
             self._mac.sweep(SweepRequest(self.config.run, HOST, sweep, "train", asked, rollout.group_size, version), self._quiet)

@@ -19,6 +19,8 @@ RANGE_PAGES: Final = 16
 """Attention is summed over ranges of this many pages, always the same ones, and the ranges are merged in order."""
 SORT_EXPERTS_FROM: Final = 64
 """When expert rows are sorted, so that rows of one expert share its weights, it is from this many on."""
+ATTENTION_BYTES: Final = 64 << 20
+"""What the plain attention may take beside its arguments: more tiles than fit are computed one block after the other."""
 _NOTHING: Final = -1e30
 """Stands for the largest score of a range in which a query sees nothing; finite, so that no difference is NaN."""
 
@@ -58,17 +60,31 @@ def attend_plain(queries: mx.array, keys: mx.array, values: mx.array, tables: mx
     Returns:
         [X, W, Q, H] in the type of queries.
     """
+    if not tables.shape[1]:
+        raise ValueError("a table of no pages")
+    block = max(1, ATTENTION_BYTES // _tile_bytes(queries, keys, tables))
+    outs = [
+        _attend_block(queries[start : start + block], keys, values, tables[start : start + block], lengths[start : start + block], scale)
+        for start in range(0, queries.shape[0], block)
+    ]
+    return outs[0] if len(outs) == 1 else mx.concatenate(outs)
+
+
+def _tile_bytes(queries: mx.array, keys: mx.array, tables: mx.array) -> int:
+    """What one tile takes in one range: keys and values as they are kept and in fp32, scores and their exps."""
+    tokens = min(tables.shape[1], RANGE_PAGES) * PAGE_TOKENS
+    return tokens * (2 * keys.shape[1] * keys.shape[3] * (keys.dtype.size + 4) + 3 * 4 * queries.shape[1] * queries.shape[2])
+
+
+def _attend_block(queries: mx.array, keys: mx.array, values: mx.array, tables: mx.array, lengths: mx.array, scale: float) -> mx.array:
     num_tiles, width, num_q, size = queries.shape
     num_kv = keys.shape[1]
     q_XW1GRH = (queries.astype(mx.float32) * scale).reshape(num_tiles, width, 1, num_kv, num_q // num_kv, size)
-    found: _Part | None = None
-    for start in range(0, tables.shape[1], RANGE_PAGES):
+    found = _attend_range(q_XW1GRH, keys, values, tables[:, :RANGE_PAGES], lengths)
+    for start in range(RANGE_PAGES, tables.shape[1], RANGE_PAGES):
         part = _attend_range(q_XW1GRH, keys, values, tables[:, start : start + RANGE_PAGES], lengths - start * PAGE_TOKENS)
-        found = part if found is None else _merged(found, part)
-    if found is None:
-        raise ValueError("a table of no pages")
-    out = found.weighted / found.total
-    return out.reshape(queries.shape).astype(queries.dtype)
+        found = _merged(found, part)
+    return (found.weighted / found.total).reshape(queries.shape).astype(queries.dtype)
 
 
 class _Part(NamedTuple):

@@ -1,184 +1,129 @@
-"""Rows of a batch bound to a model: start from prompts, feed several tokens, step all rows by one token, keep some.
+"""Runs pieces of work on a model: integers in, one graph, integers and floats out.
 
-What the tokens mean and which row plays which episode is the sweep's business. All calls come from one thread, and
-nothing here gives out an `mx.array`: results are numpy arrays, so no caller can pin a cache.
+What the tokens mean and who plays is the sweep's business, what is fed when the schedule's. All calls come from one
+thread, and nothing here gives out an `mx.array`: results are numpy arrays, so no caller can pin a graph. A step is over
+when it returns; nothing runs ahead of what the sweep knows.
 
-Legend: R rows, S rows fed, W most tokens of one row, N tokens fed.
+Legend: R rows sampled from, N tokens fed, L MoE layers, K experts a token, V vocabulary.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from stoa.contracts.errors import WeightsError
+from stoa.contracts.errors import GpuInterruptedError
+from worker_mac.cache import Cache
 from worker_mac.model import Feed, Model
-from worker_mac.sampler import draw
+from worker_mac.plan import Ints, Layout, Work, lay_out
+from worker_mac.sampler import NEUTRAL, Sampling, draw
 
-Ids = NDArray[np.int32]
+GPU_ROWS: Final = 64
+"""On a GPU numbers of rows are multiples of this, so that MLX picks the same kernels whatever the number."""
+_INTERRUPTED: Final = ("Impacting Interactivity", "kIOGPUCommandBufferCallbackError", "Command buffer execution failed")
+"""In messages of MLX: the system's watchdog, or a fault, ended a command buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step gave: for each sequence of the work that samples, in the work's order, int32 [R] and float32 [R]."""
+
+    tokens: Ints
+    logprobs: NDArray[np.float32]
+    routes: NDArray[np.uint8] | None = None
+    """uint8 [N, L, K], the experts of every token fed, in the work's order; None if they are not asked for."""
 
 
 class Decoder:
-    """One batch. `positions[r]`: tokens that row r's cache holds."""
+    """A model and its cache. Pages and slots are as the work says."""
 
-    def __init__(self, model: Model, *, feed_tokens: int = 4096, record_routing: bool = False) -> None:
+    def __init__(
+        self,
+        model: Model,
+        num_pages: int,
+        num_slots: int,
+        *,
+        record_routing: bool = False,
+        sampling: Sampling = NEUTRAL,
+        pad_to: int | None = None,
+    ) -> None:
+        """pad_to: numbers of rows are multiples of this; by the device unless given."""
         self._model = model
-        self._feed_tokens = feed_tokens
-        config = model.config
-        num_layers = config.num_layers - config.num_dense_layers if record_routing and config.num_experts else 0
-        # Experts of every token fed, uint8 [R, capacity, MoE layers, K]; without recording there are no layers.
-        self._routes = np.zeros((0, 0, num_layers, config.experts_per_token), np.uint8)
-        self._cache = model.new_cache(0)
-        self.positions: Ids = np.zeros(0, np.int32)
-        self._rows = mx.array(self.positions)
+        self.record_routing, self.sampling = record_routing, sampling
+        self._num_taps = model.config.conv_kernel - 1
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        self._pad_to = pad_to or (GPU_ROWS if on_gpu else 1)
+        self._size = num_pages, num_slots
+        self._cache = Cache(model.cache_shape, num_pages, num_slots)
 
-    def begin(self, prompts: Sequence[Ids], rows: NDArray[np.intp]) -> int:
-        """Feed all but the last token of each prompt once; then row r continues prompt `rows[r]`.
-
-        Returns the number of tokens fed. Each row's first step is given its prompt's last token.
-        """
-        self._cache = self._model.new_cache(len(prompts))
-        self._routes = np.zeros((len(prompts), 0, *self._routes.shape[2:]), np.uint8)
-        self.positions = np.zeros(len(prompts), np.int32)
-        everyone = np.arange(len(prompts))
-        self.feed(everyone, [prompt[:-1] for prompt in prompts])
-        num_fed = int(self.positions.sum())
-        self.keep(rows)
-        return num_fed
-
-    def feed(self, rows: NDArray[np.intp], tokens: Sequence[Ids]) -> None:
-        """Give row `rows[i]` the tokens `tokens[i]`, without sampling; in bites of at most `feed_tokens` tokens."""
-        done = np.zeros(len(rows), np.int64)
-        sizes = np.array([len(ids) for ids in tokens], np.int64)
-        while (left := sizes - done).any():
-            bites = np.minimum(left, np.maximum(self._feed_tokens - (np.cumsum(left) - left), 0))
-            fed = np.flatnonzero(bites)
-            bite = [tokens[i][int(done[i]) : int(done[i] + bites[i])] for i in fed.tolist()]
-            self._feed_once(rows[fed], bite)
-            done += bites
-
-    def _feed_once(self, rows: NDArray[np.intp], tokens: Sequence[Ids]) -> None:
-        counts_S = np.array([len(ids) for ids in tokens], np.int32)
-        width = int(counts_S.max())
-        starts_S = self.positions[rows]
-        offsets_S = np.cumsum(counts_S, dtype=np.int32) - counts_S
-        columns_W = np.arange(width, dtype=np.int32)
-        real_SW = columns_W < counts_S[:, None]
-        padded_SW = offsets_S[:, None] + np.minimum(columns_W, counts_S[:, None] - 1)
-        ragged = not bool(real_SW.all())
-        self._reserve(int((starts_S + counts_S).max()))
-        slots_N, places_N = np.repeat(rows, counts_S).astype(np.int32), (starts_S[:, None] + columns_W)[real_SW]
-        feed = Feed(
-            tokens=mx.array(np.concatenate(tokens)),
-            slots=mx.array(slots_N),
-            positions=mx.array(places_N),
-            starts=mx.array(starts_S),
-            width=width,
-            rows=mx.array(rows.astype(np.int32)),
-            padded=mx.array(padded_SW) if ragged else None,
-            packed=mx.array(np.flatnonzero(real_SW).astype(np.int32)) if ragged else None,
-            counts=mx.array(counts_S) if ragged else None,
-        )
-        routes = self._new_routes()
-        self._model.hidden(feed, self._cache, routes)
-        mx.eval(routes or [], self._cache.arrays())
-        self._keep_routes(routes, slots_N, places_N)
-        self.positions[rows] += counts_S
-
-    def step(self, tokens: Ids, uniform: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Ids, NDArray[np.float32]]:
-        """Give every active row one token and draw its next: int32 [R], float32 [R], bool [R] -> int32 [R], float32 [R].
-
-        Inactive rows keep their state; what is returned for them means nothing.
-        """
-        routes = self._new_routes()
-        drawn, logprobs = draw(self._logits(tokens, active, routes), mx.array(uniform))
-        mx.eval(drawn, logprobs, routes or [], self._cache.arrays())
-        self._keep_routes(routes, np.arange(len(tokens), dtype=np.int32), self.positions)
-        self.positions += active
-        return np.array(drawn), np.array(logprobs)
-
-    def logits(self, tokens: Ids) -> NDArray[np.float32]:
-        """Give every row one token and return what its next would be drawn from: int32 [R] -> float32 [R, V]."""
-        found = self._logits(tokens, np.ones(len(tokens), bool))
-        mx.eval(found, self._cache.arrays())
-        self.positions += 1
-        return np.array(found)
-
-    def routing(self, row: int, num_tokens: int) -> NDArray[np.uint8] | None:
-        """Experts of the first `num_tokens` tokens of a row: uint8 [T, MoE layers, K]; None if they are not recorded.
-
-        The last token of an episode is sampled but never fed: it gets experts 0 .. K - 1, which nobody uses.
-        """
-        if not self._routes.shape[2]:
-            return None
-        found = np.empty((num_tokens, *self._routes.shape[2:]), np.uint8)
-        found[:] = np.arange(self._routes.shape[3], dtype=np.uint8)
-        num_fed = min(num_tokens, int(self.positions[row]))
-        found[:num_fed] = self._routes[row, :num_fed]
-        return found
-
-    def _new_routes(self) -> list[mx.array] | None:
-        return [] if self._routes.shape[2] else None
-
-    def _keep_routes(self, routes: list[mx.array] | None, slots: Ids, positions: Ids) -> None:
-        if routes:
-            self._routes[slots, positions] = np.stack([np.array(layer) for layer in routes], axis=1)
-
-    def _reserve(self, num_tokens: int) -> None:
-        self._cache.reserve(num_tokens)
-        missing = self._cache.capacity - self._routes.shape[1]
-        if missing > 0:
-            self._routes = np.pad(self._routes, ((0, 0), (0, missing), (0, 0), (0, 0)))
-
-    def _logits(self, tokens: Ids, active: NDArray[np.bool_], routes: list[mx.array] | None = None) -> mx.array:
-        self._reserve(int(self.positions.max()) + 1)
-        places = mx.array(self.positions)
-        feed = Feed(
-            tokens=mx.array(tokens),
-            slots=self._rows,
-            positions=places,
-            starts=places,
-            width=1,
-            active=None if active.all() else mx.array(active),  # pyright: ignore[reportArgumentType] - MLX takes bools
-        )
-        return self._model.logits(self._model.hidden(feed, self._cache, routes))
-
-    def keep(self, rows: NDArray[np.intp]) -> None:
-        """Go on with these rows only, in this order; a row named twice is copied."""
-        self._cache.take(mx.array(rows.astype(np.int32)))
-        mx.eval(self._cache.arrays())
-        self.positions, self._routes = self.positions[rows].copy(), self._routes[rows]
-        self._rows = mx.arange(len(rows), dtype=mx.int32)
+    @property
+    def num_slots(self) -> int:
+        """Slots for tails, the one of zeros included."""
+        return self._size[1]
 
     @property
     def num_cache_bytes(self) -> int:
-        """Bytes of the batch's cache."""
+        """Bytes of pages and slots."""
         return self._cache.num_bytes
 
+    def reset(self) -> None:
+        """A new cache in place of one whose contents are not known."""
+        self._cache = Cache(self._model.cache_shape, *self._size)
 
-def check_batching(model: Model) -> None:
-    """Raise WeightsError unless rows of unequal length in one batch get the logits each gets alone.
+    def step(self, work: Work, uniform: NDArray[np.float32]) -> Drawn:
+        """Feed a piece of work; draw a token for each sequence that samples, with its float32 number of `uniform`.
 
-    Faults of offsets and padding in a batch have shipped in public engines; this takes milliseconds at each join.
-    """
-    numbers = np.random.default_rng(0)
-    vocabulary = model.config.vocab_size
-    prompts = [numbers.integers(0, vocabulary, size).astype(np.int32) for size in (3, 12, 7)]
-    forced = numbers.integers(0, vocabulary, (4, len(prompts))).astype(np.int32)
-    together = _forced_logits(model, prompts, forced)
-    alone = [_forced_logits(model, [prompt], forced[:, row : row + 1]) for row, prompt in enumerate(prompts)]
-    difference = float(np.abs(together - np.concatenate(alone, axis=1)).max())
-    tolerance = 1e-3 if model.dtype == mx.float32 else 0.25
-    if not difference <= tolerance:
-        raise WeightsError(
-            f"logits of a batch's rows differ by {difference:.3g} from those of the same rows alone",
-            hint="this MLX computes batches wrongly: install the version that the extra `mac` names",
-        )
+        `uniform` has one number a sequence of the work; those that do not sample have one that is not used. Raises
+        GpuInterruptedError if the system ended the work on the GPU: the cache is worth nothing then.
+        """
+        layout = lay_out(work, self._num_taps, pad_to=self._pad_to)
+        try:
+            return self._step(work, layout, uniform)
+        except RuntimeError as error:
+            if any(words in str(error) for words in _INTERRUPTED):
+                raise GpuInterruptedError(str(error)[:200]) from error
+            raise
+
+    def logits(self, work: Work) -> NDArray[np.float32]:
+        """Feed a piece of work; what the next token of each sequence that samples would be drawn from: float32 [R, V]."""
+        layout = lay_out(work, self._num_taps, pad_to=self._pad_to)
+        hidden, _ = self._feed(work, layout)
+        found = self._model.logits(hidden)
+        mx.eval(found, self._cache.arrays())
+        order = np.argsort(layout.order)
+        return np.array(found)[order]
+
+    def _step(self, work: Work, layout: Layout, uniform: NDArray[np.float32]) -> Drawn:
+        hidden, routes = self._feed(work, layout)
+        num_drawn = len(layout.order)
+        if not num_drawn:
+            mx.eval(self._cache.arrays(), routes)
+            return Drawn(np.zeros(0, np.int32), np.zeros(0, np.float32), _stacked(routes, layout))
+        numbers = np.zeros(hidden.shape[0], np.float32)
+        numbers[:num_drawn] = uniform[layout.order]
+        if self.sampling == NEUTRAL:
+            tokens, logprobs = self._model.draw(hidden, mx.array(numbers))
+        else:
+            tokens, logprobs = draw(self._model.logits(hidden), mx.array(numbers), self.sampling)
+        mx.eval(tokens, logprobs, self._cache.arrays(), routes)
+        back = np.argsort(layout.order)
+        return Drawn(np.array(tokens)[back], np.array(logprobs)[back], _stacked(routes, layout))
+
+    def _feed(self, work: Work, layout: Layout) -> tuple[mx.array, list[mx.array]]:
+        """Final hidden states of the rows to sample from, and each MoE layer's experts if they are recorded."""
+        self._cache.copy(work.page_copies, work.slot_copies)
+        routes: list[mx.array] = []
+        hidden = self._model.hidden(Feed.of(layout, self._model.angles), self._cache, routes if self.record_routing else None)
+        return hidden if layout.sampled is None else hidden[mx.array(layout.sampled)], routes
 
 
-def _forced_logits(model: Model, prompts: Sequence[Ids], forced: Ids) -> NDArray[np.float32]:
-    """Logits of rows that are fed `forced` [steps, R] after their prompts: [steps, R, V]."""
-    rows = Decoder(model, feed_tokens=5)
-    rows.begin(prompts, np.arange(len(prompts)))
-    return np.stack([rows.logits(ids) for ids in forced])
+def _stacked(routes: list[mx.array], layout: Layout) -> NDArray[np.uint8] | None:
+    """Experts of the real tokens, in the work's order."""
+    if not routes:
+        return None
+    packed = np.stack([np.array(layer) for layer in routes], axis=1).astype(np.uint8)
+    found = np.empty((len(layout.token_places), *packed.shape[1:]), np.uint8)
+    found[layout.token_places] = packed[: len(layout.token_places)]
+    return found

@@ -31,19 +31,18 @@ from stoa.contracts.fleet_messages import SweepRequest, SweepResult, SweepStatus
 from stoa.contracts.ports import Progress
 from stoa.rollouts.records import Episode, Fingerprint, Group, Timings
 from stoa.rollouts.shard import encode_group
-from worker_mac.decoder import Decoder
 from worker_mac.guest import Guest
-from worker_mac.holds import groups_that_fit, wired, wired_bytes
 from worker_mac.identity import project_version
-from worker_mac.sampler import seed_of
-from worker_mac.sweep import NOTHING_PLAYED, Casting, OnGroup, Played, Sweep
+from worker_mac.memory import CACHE_BYTES
+from worker_mac.model_config import read_model_config
+from worker_mac.player import Player
+from worker_mac.sampler import NEUTRAL, Sampling, seed_of
+from worker_mac.sweep import NOTHING_PLAYED, Casting, OnGroup, Played
 from worker_mac.uploader import Gate, Spool, Uploader
 from worker_mac.versions import Pulled, Served, Versions
 
 _log = structlog.get_logger(__name__)
 
-MLX_CACHE_BYTES: Final = 64 << 20
-"""Buffers MLX may keep for reuse; its default fills a Mac's memory."""
 _REPORT_SECONDS: Final = 0.5
 
 
@@ -104,16 +103,24 @@ class MacEngine:
         guest: Guest | None = None,
         fingerprint: str = "",
         tickets: TicketBook | None = None,
+        state_folder: Path | None = None,
     ) -> None:
         """`folder` keeps this run's weights and spool; `model_folder` holds the run's config.json; `guest`: when to play.
 
-        fingerprint: numeric one of this machine, which its groups carry. tickets: of an invited Mac, whose key does not write.
+        fingerprint: numeric one of this machine, which its groups carry. tickets: of an invited Mac, whose key does not
+        write. state_folder: keeps what was measured of this Mac for every run.
         """
         self._store, self._config, self._environment = store, document.config, environment
         self._run, self._host, self._folder, self._waits = document.run, host, folder, waits
         model_config = json.loads((model_folder / "config.json").read_text("utf-8"))
         self._guest = guest or Guest()
         self._versions = Versions(store, document, model_config, folder / "weights", cache_bytes=self._guest.allowed.cache_bytes)
+        self._player = Player(
+            environment, self._config.rollout, self._versions.layout, read_model_config(model_config), self._guest,
+            folder=folder, state_folder=state_folder or folder,
+        )  # fmt: skip
+        asked = self._config.evaluation
+        self._eval_sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
         self._spool = Spool(folder / "spool")
         self._tickets = tickets
         target = store if tickets is None else TicketTarget(store, tickets)
@@ -122,7 +129,7 @@ class MacEngine:
         self._ended_at = time.monotonic()
         self._busy = False
         self._stopped = False
-        mx.set_cache_limit(MLX_CACHE_BYTES)
+        mx.set_cache_limit(CACHE_BYTES)
         device = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
         self._engine, self._build = f"mlx {metadata.version('mlx')} {device} {platform.machine()}", project_version()
         self._fingerprint = fingerprint
@@ -136,6 +143,11 @@ class MacEngine:
     def run_stopped(self) -> bool:
         """True once a sweep found that the run has stopped. For any thread."""
         return self._stopped
+
+    @property
+    def groups(self) -> int:
+        """Groups to ask for at a time. For any thread."""
+        return self._player.groups
 
     @property
     def holds_weights(self) -> bool:
@@ -220,6 +232,7 @@ class MacEngine:
         self._guest.spool_bytes = self._spool.num_bytes
         while not self._guest.decision.starts:
             self._versions.end_staging()
+            self._player.drop_pool()
             if progress.stopping or progress.cancelled:
                 raise _BrokenOffError("draining", "this worker ends")
             reason = f"paused: {self._guest.decision.reason}"
@@ -242,6 +255,9 @@ class MacEngine:
         groups = [self._cast_group(run, index) for index in missing]
         self._versions.stage_ahead(self._config.timeouts.head_poll_seconds)
         played = self._play_groups(run, groups, lambda group, episodes: self._ship_group(run, group, episodes), progress)
+        if played.ended and len(missing) == len(request.question_ids):
+            lag = self._versions.head_version - served.version
+            self._player.learn(played, len(missing), lag=lag, most_lag=self._config.learning.max_staleness)
         self._flush(run, progress)
         return self._result(run, played, len(missing))
 
@@ -264,11 +280,9 @@ class MacEngine:
         # Keyed by question and not by place, so that the result does not depend on how questions were dealt out.
         seed = seed_of(self._config.seed, self._run, "eval", request.evaluation, request.version)
         castings = [Casting(0, question, seed_of(seed, question)) for question in request.question_ids]
-        size = self._config.rollout.group_size
         episodes: list[Episode] = []
         self._versions.stage_ahead(self._config.timeouts.head_poll_seconds)
-        groups = [castings[start : start + size] for start in range(0, len(castings), size)]
-        total = self._play_groups(run, groups, lambda _, ended: episodes.extend(ended), progress)
+        total = self._play_groups(run, [castings], lambda _, ended: episodes.extend(ended), progress)
         if not total.ended:
             return self._result(run, total, 1)
         if not episodes:
@@ -282,38 +296,10 @@ class MacEngine:
         return self._result(run, total, 1)
 
     def _play_groups(self, run: _Run, groups: Sequence[Sequence[Casting]], on_group: OnGroup, progress: Progress) -> Played:
-        """Play groups, as many at once as the run, memory and the Mac's owner allow; ends early as `_play` does."""
-        cache = run.served.model.new_cache(self._config.rollout.group_size)
-        cache.reserve(self._environment.limits.max_episode_tokens)  # never evaluated: only its size is asked for
-        weights_bytes, group_bytes = run.served.live.num_bytes, cache.num_bytes
-        memory_bytes = self._memory_bytes()
-        most = self._config.rollout.groups
-        fits = groups_that_fit(most, group_bytes, weights_bytes, memory_bytes)
-        if fits < most:
-            _log.info("sweep_narrowed", groups=fits, wanted=most, memory_bytes=memory_bytes, group_bytes=group_bytes)
-        needed = wired_bytes(weights_bytes + fits * group_bytes, memory_bytes) if memory_bytes is not None else 0
-        total, start = NOTHING_PLAYED, 0
-        with wired(needed, mx.set_wired_limit):
-            while start < len(groups):
-                decision = self._guest.decision
-                if not decision.starts:
-                    run.broken_off = run.broken_off or ("paused", f"paused: {decision.reason}")
-                    return replace(total, ended=False)
-                batch = groups[start : start + max(1, round(fits * decision.width))]
-                played = self._play(run, [casting for group in batch for casting in group], on_group, progress)
-                total, start = total.plus(played), start + len(batch)
-                if not played.ended:
-                    break
-        return total
-
-    def _memory_bytes(self) -> int | None:
-        """What the owner lets weights and caches take of the GPU's memory; None where it has no limit of its own."""
-        if not mx.metal.is_available():
-            return None
-        return int(int(mx.device_info()["max_recommended_working_set_size"]) * self._guest.allowed.memory_fraction)
-
-    def _play(self, run: _Run, castings: Sequence[Casting], on_group: OnGroup, progress: Progress) -> Played:
-        """Play castings in one batch; ends early when the run stops, this process ends, or the sweep was cancelled."""
+        """Play groups; ends early when the run stops, this process or the sweep is to end, or the Mac's owner wants it back."""
+        castings = [casting for group in groups for casting in group]
+        if not castings:
+            return NOTHING_PLAYED
 
         def should_stop() -> bool:
             run.broken_off = run.broken_off or self._reason_to_stop(run, progress)
@@ -329,14 +315,18 @@ class MacEngine:
             if now - run.reported_at >= _REPORT_SECONDS:
                 run.reported_at = now
                 progress.report(
-                    f"{num_done} of {len(castings)} episodes, {num_tokens} tokens, {run.num_shipped} groups",
-                    version=run.served.version,
-                    key=run.last_key,
+                    f"sweep {run.request.sweep} version {run.served.version}: {num_done} of {len(castings)} episodes, "
+                    f"{num_tokens} tokens, {run.num_shipped} groups"
                 )
 
-        record = self._config.rollout.record_routing and run.request.purpose == "train"
-        rows = Decoder(run.served.model, record_routing=record)
-        return Sweep(rows, self._environment, castings, on_group).play(should_stop, on_step)
+        trains = run.request.purpose == "train"
+        played = self._player.play(
+            run.served, castings, on_group, should_stop=should_stop, on_step=on_step,
+            record_routing=trains and self._config.rollout.record_routing, sampling=NEUTRAL if trains else self._eval_sampling,
+        )  # fmt: skip
+        if not played.ended:  # nothing more may begin
+            run.broken_off = run.broken_off or ("paused", f"paused: {self._guest.decision.reason}")
+        return played
 
     def _reason_to_stop(self, run: _Run, progress: Progress) -> tuple[SweepStatus, str] | None:
         if progress.cancelled:
@@ -380,7 +370,7 @@ class MacEngine:
             question_id=question_id,
             version=run.served.version,
             state_id=run.served.state_id,
-            temperature=1.0,
+            temperature=1.0 if run.request.purpose == "train" else self._eval_sampling.temperature,
             seed=seed,
             episodes=tuple(episodes),
             fingerprint=Fingerprint(f"{self._engine} {run.served.model.ops} {self._fingerprint}".strip(), self._build),
@@ -415,6 +405,7 @@ class MacEngine:
             idle_seconds=run.idle_seconds,
             keys=run.keys,
             reason=reason,
+            groups=self.groups,
         )
 
     def _flush(self, run: _Run, progress: Progress) -> None:

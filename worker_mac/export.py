@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 
 from stoa.contracts.errors import WeightsError
 from stoa.weights.state import WeightState
-from worker_mac.decoder import Decoder
+from worker_mac.forced import Forced
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
 from worker_mac.weights import LiveWeights
@@ -33,9 +33,8 @@ def compare(state: WeightState, folder: Path) -> float:
     config: dict[str, object] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     vocab_size = int(str(config["vocab_size"]))
     tokens = np.random.default_rng(0).integers(0, vocab_size, (_NUM_ROWS, _NUM_TOKENS), dtype=np.int32)
-    decoder = Decoder(Model(read_model_config(config), LiveWeights.of(state).arrays))
-    decoder.begin(list(tokens), np.arange(_NUM_ROWS))
-    ours = decoder.logits(tokens[:, -1])
+    rows = Forced(Model(read_model_config(config), LiveWeights.of(state).arrays), _NUM_ROWS, _NUM_TOKENS)
+    ours = rows.feed(list(tokens))
     stock, _ = load_model(folder)
     theirs = np.array(stock(mx.array(tokens))[:, -1].astype(mx.float32))
     far = np.abs(ours - theirs)

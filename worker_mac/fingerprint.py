@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from stoa.weights.grid import bf16_bits
 from stoa.weights.layout import Layout, TensorSpec, layout_of
 from stoa.weights.state import WeightState
-from worker_mac.decoder import Decoder
+from worker_mac.forced import Forced
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
 from worker_mac.sampler import seed_of, uniforms
@@ -82,13 +82,12 @@ def fixed_model() -> Model:
 def logprobs(model: Model) -> NDArray[np.float32]:
     """float32 [NUM_LOGPROBS]: natural-log probability of each forced token under the fixed model, as the engine decodes it."""
     ids, at = fixed_ids(), NUM_PROMPT_TOKENS
-    rows = Decoder(model)
-    rows.begin([ids[:at]], np.zeros(1, np.intp))
-    found: list[float] = []
-    for place in range(at, len(ids)):
-        logits_V = mx.array(rows.logits(ids[place - 1 : place])[0])
-        found.append(float(np.array(logits_V[int(ids[place])] - mx.logsumexp(logits_V))))
-    return np.array(found, np.float32)
+    rows = Forced(model, 1, len(ids))
+    rows.feed([ids[: at - 1]])
+    logits_TV = mx.array(rows.walk(ids[None, at - 1 : -1])[:, 0])
+    forced_T1 = mx.array(ids[at:, None])
+    found_T1 = mx.take_along_axis(logits_TV, forced_T1, axis=-1) - mx.logsumexp(logits_TV, axis=-1, keepdims=True)
+    return np.array(found_T1[:, 0])
 
 
 def name_of(values: NDArray[np.float32]) -> str:

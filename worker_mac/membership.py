@@ -46,22 +46,24 @@ class Membership:
         """`invite`: id of this Mac's invitation, if it has one."""
         self._run, self._identity, self._place, self._invite = run, identity, place, invite
 
-    async def hello(self, client: Client, config: RunConfig, reason: str) -> bool:
+    async def hello(self, client: Client, config: RunConfig, reason: str, *, groups: int = 0) -> bool:
         """Start this Mac's session, or tell the one there is that we are here; False if the server did not take it.
 
-        Raises AccessDeniedError if this Mac may take part no longer.
+        groups: to be given at a time; 0 for as many as is usual. Raises AccessDeniedError if this Mac may take part no longer.
         """
         session = SessionInput(
             run=self._run,
             host=self._identity.host,
-            groups=config.rollout.groups,
+            groups=groups or config.rollout.usual_groups,
             group_size=config.rollout.group_size,
             sweep_timeout_seconds=config.timeouts.sweep_seconds,
             heartbeat_seconds=config.timeouts.heartbeat_seconds,
             away_expiry_seconds=config.timeouts.away_minutes * 60.0,
             place=self._place,
         )
-        hello = Hello(self._identity.host, self._identity.nonce, build=project_version(), reason=reason, invite=self._invite)
+        hello = Hello(
+            self._identity.host, self._identity.nonce, build=project_version(), reason=reason, invite=self._invite, groups=groups
+        )  # fmt: skip
         try:
             await client.start_workflow(
                 names.MAC_SESSION,

@@ -1,35 +1,30 @@
-"""The forward pass of LFM2 and LFM2-MoE on int8 weights with plain MLX ops, for rows of different lengths at once.
+"""The forward pass of LFM2 and LFM2-MoE on int8 weights, for tokens of many sequences at once, over paged keys and values.
 
-Weights are named and packed as `stoa.weights.layout` says and may change in place between two calls. Nothing here
-samples, schedules or knows of episodes. Activations are fp32 where the layout's raw type is, else bf16; router and
-final logits are always computed in fp32.
+Weights are named and packed as `stoa.weights.layout` says and may change in place between two calls. Which op computes
+what a kernel may compute is `metal.ops`'s to say. Nothing here samples, schedules or knows of episodes. A token gets the
+same bits whatever other tokens it is fed with, and whether alone or in a stretch. Router and final logits are always
+computed in fp32.
 
-Legend: N tokens fed (all rows packed), S rows fed, W most tokens of one row, R rows of the cache, C its capacity,
-D hidden size, Q query heads, G key/value heads, H head size, E experts, K experts a token, V vocabulary, T taps.
+Legend: N tokens fed, packed; X tiles of queries, W queries a tile, R rows of one token, S sequences of several tokens,
+L lines of a convolution, D hidden size, Q query heads, G key/value heads, H head size, E experts, K experts a token,
+V vocabulary, T taps kept.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
-from metal.router import Router, RouterRule
+from metal.ops import choose_ops
+from metal.reference import BITS, GROUP_SIZE, PAGE_TOKENS, Int8, linear, silu
+from metal.router import RouterRule
 from stoa.contracts.errors import LayoutError
-from stoa.weights.layout import BITS, GROUP_SIZE
 from worker_mac.cache import Cache, CacheShape
 from worker_mac.model_config import ModelConfig
-
-SORT_EXPERTS_FROM: Final = 64
-"""On a GPU, expert rows are sorted from this many on, so that rows of one expert share its weights."""
-
-
-class Int8(NamedTuple):
-    """An int8 matrix or stack of them: codes uint32 [.., out, in / 4], scales and biases bf16 [.., out, in / 64]."""
-
-    codes: mx.array
-    scales: mx.array
-    biases: mx.array
+from worker_mac.plan import Ints, Layout
 
 
 class AttentionWeights(NamedTuple):
@@ -76,188 +71,205 @@ class LayerWeights(NamedTuple):
     routing: RoutingWeights | None
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """Tokens for some rows, packed row after row; what the host planned, as arrays.
-
-    `rows` None: all rows of the cache in order. `padded` None: every row gets exactly W tokens, so packed is padded.
-    `active` None: all rows; else False rows are fed a dummy whose keys will be overwritten and whose tail is kept.
+class Angles:
+    """Cosines and sines of the rotary embedding by position, computed in double precision: in fp32 the angle of a late
+    position is off by more than any other rounding here.
     """
 
-    tokens: mx.array  # int32 [N]
-    slots: mx.array  # int32 [N], row of the cache of each token
-    positions: mx.array  # int32 [N]
-    starts: mx.array  # int32 [S], position of each row's first token
-    width: int
-    rows: mx.array | None = None  # int32 [S]
-    padded: mx.array | None = None  # int32 [S, W], index of each token in the packed order; any valid one for padding
-    packed: mx.array | None = None  # int32 [N], index of each packed token in the flattened padded order
-    counts: mx.array | None = None  # int32 [S], tokens of each row, where they differ
-    active: mx.array | None = None  # bool [S]
+    def __init__(self, head_size: int, theta: float) -> None:
+        self._rates = theta ** (-2.0 * np.arange(head_size // 2) / head_size)
+        self._cosines = self._sines = np.zeros((0, 1, head_size // 2), np.float32)
 
-    def pad(self, x: mx.array) -> mx.array:
-        """[N, ..] -> [S, W, ..]; padding repeats a token and is never read."""
-        if self.padded is None:
-            return x.reshape(-1, self.width, *x.shape[1:])
-        return x[self.padded]
-
-    def pack(self, x: mx.array) -> mx.array:
-        """[S, W, ..] -> [N, ..]."""
-        flat = x.reshape(-1, *x.shape[2:])
-        return flat if self.packed is None else flat[self.packed]
+    def at(self, positions: Ints) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """float32 [N, 1, H / 2] each, for int32 [N]."""
+        num = int(positions.max()) + 1
+        if num > len(self._cosines):
+            angles = np.arange(2 * num)[:, None, None] * self._rates
+            self._cosines, self._sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        return self._cosines[positions], self._sines[positions]
 
 
-def linear(x: mx.array, weight: Int8) -> mx.array:
-    """X [.., in] times an int8 matrix [out, in], transposed: [.., out] in the type of x."""
-    return mx.quantized_matmul(x, *weight, transpose=True, group_size=GROUP_SIZE, bits=BITS)
+@dataclass(frozen=True, slots=True)
+class TileFeed:
+    """`plan.Tiles` as MLX arrays."""
+
+    tables: mx.array
+    lengths: mx.array
+    queries: mx.array | None
 
 
-def silu(x: mx.array) -> mx.array:
-    """X * sigmoid(x)."""
-    return x * mx.sigmoid(x)
+@dataclass(frozen=True, slots=True)
+class StretchFeed:
+    """`plan.Stretches` as MLX arrays."""
+
+    slots: mx.array
+    taps: mx.array
+    tails: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens of one step, int32: `plan.Layout` as MLX arrays, less what concerns sampling."""
+
+    tokens: mx.array
+    turns: tuple[mx.array, mx.array]
+    """Cosine and sine of each token's rotary angles, float32 [N, 1, H / 2]."""
+    pages: mx.array
+    offsets: mx.array
+    """Place of each token inside its page."""
+    tiles: tuple[TileFeed, ...]
+    unpack: mx.array | None
+    num_single: int
+    single_slots: mx.array
+    stretches: StretchFeed | None
+
+    @classmethod
+    def of(cls, layout: Layout, angles: Angles) -> "Feed":
+        """The arrays of a layout."""
+        stretches = layout.stretches
+        cosines, sines = angles.at(layout.positions)
+        return cls(
+            tokens=mx.array(layout.tokens),
+            turns=(mx.array(cosines), mx.array(sines)),
+            pages=mx.array(layout.pages),
+            offsets=mx.array(layout.positions % PAGE_TOKENS),
+            tiles=tuple(
+                TileFeed(mx.array(t.tables), mx.array(t.lengths), None if t.queries is None else mx.array(t.queries)) for t in layout.tiles
+            ),
+            unpack=None if layout.unpack is None else mx.array(layout.unpack),
+            num_single=layout.num_single,
+            single_slots=mx.array(layout.single_slots),
+            stretches=None
+            if stretches is None
+            else StretchFeed(mx.array(stretches.slots), mx.array(stretches.taps), mx.array(stretches.tails)),
+        )
 
 
 class Model:
     """A policy over live weights: `arrays` are used where they lie, never copied."""
 
-    def __init__(self, config: ModelConfig, arrays: Mapping[str, mx.array], *, sort_experts: bool | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        arrays: Mapping[str, mx.array],
+        *,
+        dtype: mx.Dtype | None = None,
+        sort_experts: bool | None = None,
+    ) -> None:
+        """dtype: of activations, that of the raw weights unless given; keys and values are kept in that of the weights."""
         self.config = config
         self._arrays = arrays
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
         self._sort_experts = on_gpu if sort_experts is None else sort_experts
-        self.dtype = self._raw("model.embedding_norm").dtype
+        raw_dtype = self._raw("model.embedding_norm").dtype
+        self.dtype = dtype or raw_dtype
         self._embedding = self._int8("model.embed_tokens")
         self._head_norm = self._raw("model.embedding_norm")
         self._layers = [self._layer(index) for index in range(config.num_layers)]
-        self.router: Router | None = None
-        if config.num_experts:
-            rule = RouterRule(config.num_experts, config.experts_per_token, config.normalise_weights, config.routed_scale)
-            self.router = Router(rule)
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        """Shape of this model's cache."""
-        config = self.config
+        self.angles = Angles(config.head_size, config.rope_theta)
+        rule = RouterRule(config.num_experts, config.experts_per_token, config.normalise_weights, config.routed_scale)
+        self._ops = choose_ops(rule if config.num_experts else None)
         conv = tuple(i for i in range(config.num_layers) if i not in config.attention_layers)
-        return CacheShape(
+        self.cache_shape = CacheShape(
             config.attention_layers, conv, config.num_kv_heads, config.head_size, config.conv_kernel - 1,
-            config.hidden_size, self.dtype,
+            config.hidden_size, raw_dtype, self.dtype,
         )  # fmt: skip
 
     @property
     def ops(self) -> str:
-        """What computes: "metal" if an own kernel does a part, "plain" if only MLX does."""
-        return "metal" if self.router is not None and self.router.switch.uses_kernel else "plain"
-
-    def new_cache(self, num_rows: int) -> Cache:
-        """An empty cache of `num_rows` rows."""
-        return Cache(self.cache_shape, num_rows)
+        """What computes: the names of the parts that own kernels compute, or "plain" if only MLX's own ops do."""
+        return "metal" if self._ops.kernels else "plain"
 
     def hidden(self, feed: Feed, cache: Cache, routes: list[mx.array] | None = None) -> mx.array:
-        """Feed tokens: writes the cache, gives the final hidden states [N, D]. The cache must have room for them.
+        """Feed tokens: writes the cache, gives the final hidden states [N, D].
 
         `routes`, if given, is appended the experts [N, K] of each MoE layer.
         """
-        columns_C = mx.arange(cache.capacity, dtype=mx.int32)
-        places_SW = feed.starts[:, None] + mx.arange(feed.width, dtype=mx.int32)
-        visible_S1WC = (columns_C <= places_SW[..., None])[:, None]
         codes, scales, biases = (array[feed.tokens] for array in self._embedding)
         x_ND = mx.dequantize(codes, scales.astype(self.dtype), biases.astype(self.dtype), group_size=GROUP_SIZE, bits=BITS)
         for index, layer in enumerate(self._layers):
             normed_ND, mixer = self._norm(x_ND, layer.operator_norm), layer.mixer
             if isinstance(mixer, AttentionWeights):
-                x_ND = x_ND + self._attend(index, mixer, normed_ND, feed, cache, visible_S1WC)
+                x_ND = x_ND + self._attend(index, mixer, normed_ND, feed, cache)
             else:
                 x_ND = x_ND + self._convolve(index, mixer, normed_ND, feed, cache)
             normed_ND = self._norm(x_ND, layer.ffn_norm)
-            if layer.routing is None or self.router is None:
+            if layer.routing is None or self._ops.route is None:
                 x_ND = x_ND + self._mlp(layer.mlp, normed_ND)
-            else:
-                logits_NE = normed_ND.astype(mx.float32) @ layer.routing.gate.astype(mx.float32).T
-                experts_NK, weights_NK = self.router(logits_NE, layer.routing.bias)
-                x_ND = x_ND + self._experts(layer.mlp, normed_ND, experts_NK, weights_NK)
-                if routes is not None:
-                    routes.append(experts_NK)
+                continue
+            # A product a token, so that a token's logits do not depend on how many there are.
+            logits_N1E = normed_ND.astype(mx.float32)[:, None] @ layer.routing.gate.astype(mx.float32).T[None]
+            experts_NK, weights_NK = self._ops.route(logits_N1E[:, 0], layer.routing.bias)
+            x_ND = x_ND + self._ops.experts(normed_ND, experts_NK, weights_NK, *layer.mlp, sort=self._sort_experts)
+            if routes is not None:
+                routes.append(experts_NK)
         return self._norm(x_ND, self._head_norm)
+
+    def draw(self, hidden: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
+        """Final hidden states [R, D] and uniform numbers [R] to tokens int32 [R] and logprobs float32 [R]; temperature 1."""
+        return self._ops.draw(hidden, self._embedding, uniform)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Final hidden states [.., D] to fp32 logits [.., V], through the tied embedding."""
         return linear(hidden.astype(mx.float32), self._embedding)
 
     def _norm(self, x: mx.array, weight: mx.array) -> mx.array:
-        return mx.fast.rms_norm(x, weight, self.config.norm_eps)
+        return mx.fast.rms_norm(x, weight.astype(self.dtype), self.config.norm_eps)
 
-    def _attend(self, index: int, weights: AttentionWeights, x_ND: mx.array, feed: Feed, cache: Cache, visible_S1WC: mx.array) -> mx.array:
+    def _attend(self, index: int, weights: AttentionWeights, x_ND: mx.array, feed: Feed, cache: Cache) -> mx.array:
         config = self.config
         num_q, num_kv, size = config.num_heads, config.num_kv_heads, config.head_size
         q_NQH = self._norm(linear(x_ND, weights.q).reshape(-1, num_q, size), weights.q_norm)
         k_NGH = self._norm(linear(x_ND, weights.k).reshape(-1, num_kv, size), weights.k_norm)
         v_NGH = linear(x_ND, weights.v).reshape(-1, num_kv, size)
-        both_NQGH = self._rotate(mx.concatenate([q_NQH, k_NGH], axis=1), feed.positions)
+        both_NQGH = self._rotate(mx.concatenate([q_NQH, k_NGH], axis=1), feed)
         q_NQH, k_NGH = both_NQGH[:, :num_q], both_NQGH[:, num_q:]
-        heads_G = mx.arange(num_kv, dtype=mx.int32)
-        where = (feed.slots[:, None], heads_G[None], feed.positions[:, None])
-        cache.keys[index][where] = k_NGH
-        cache.values[index][where] = v_NGH
         keys, values = cache.keys[index], cache.values[index]
-        if feed.rows is not None:
-            keys, values = keys[feed.rows], values[feed.rows]
-        q_SQWH = feed.pad(q_NQH).transpose(0, 2, 1, 3)
-        out_SQWH = mx.fast.scaled_dot_product_attention(q_SQWH, keys, values, scale=size**-0.5, mask=visible_S1WC)
-        out_SWQH = out_SQWH.transpose(0, 2, 1, 3)
-        return linear(feed.pack(out_SWQH.reshape(*out_SWQH.shape[:2], -1)), weights.out)
+        where = (feed.pages[:, None], mx.arange(num_kv, dtype=mx.int32)[None], feed.offsets[:, None])
+        keys[where] = k_NGH
+        values[where] = v_NGH
+        outs: list[mx.array] = []
+        num_taken = 0
+        for tile in feed.tiles:
+            if tile.queries is None:
+                q_XWQH = q_NQH[num_taken : num_taken + tile.tables.shape[0], None]
+                num_taken += tile.tables.shape[0]
+            else:
+                q_XWQH = q_NQH[tile.queries]
+            outs.append(self._ops.attend(q_XWQH, keys, values, tile.tables, tile.lengths, size**-0.5).reshape(-1, num_q * size))
+        out_ND = outs[0] if len(outs) == 1 else mx.concatenate(outs)
+        return linear(out_ND if feed.unpack is None else out_ND[feed.unpack], weights.out)
 
-    def _rotate(self, x: mx.array, positions: mx.array) -> mx.array:
-        """Rotary embedding of heads [N, heads, H] at int32 [N] positions."""
-        # Each token is its own row of length 1 here, so that one array of offsets gives every token its position.
-        size, theta = self.config.head_size, self.config.rope_theta
-        return mx.fast.rope(x[:, :, None], size, traditional=False, base=theta, scale=1.0, offset=positions)[:, :, 0]
+    def _rotate(self, x_NQH: mx.array, feed: Feed) -> mx.array:
+        """Rotary embedding of heads (Su et al. 2021), the halves of a head being the two coordinates."""
+        cosines, sines = feed.turns
+        low, high = mx.split(x_NQH, 2, axis=-1)
+        return mx.concatenate([low * cosines - high * sines, high * cosines + low * sines], axis=-1).astype(x_NQH.dtype)
 
     def _convolve(self, index: int, weights: ConvWeights, x_ND: mx.array, feed: Feed, cache: Cache) -> mx.array:
-        gate_ND, carry_ND, value_ND = mx.split(linear(x_ND, weights.into), 3, axis=-1)
-        tails = cache.tails[index]
-        tail_STD = tails if feed.rows is None else tails[feed.rows]
-        line_SLD = mx.concatenate([tail_STD, feed.pad(gate_ND * value_ND)], axis=1)
-        num_taps, width = self.config.conv_kernel, feed.width
-        kernel_TD = weights.kernel.squeeze(-1).T
-        # One order of additions for every width, so that a row does not depend on what it was fed together with.
-        out_SWD = line_SLD[:, :width] * kernel_TD[0]
-        for tap in range(1, num_taps):
-            out_SWD = out_SWD + line_SLD[:, tap : tap + width] * kernel_TD[tap]
-        if feed.counts is None:
-            new_STD = line_SLD[:, width:]
-        else:
-            places = feed.counts[:, None] + mx.arange(num_taps - 1, dtype=mx.int32)
-            new_STD = mx.take_along_axis(line_SLD, places[..., None], axis=1)
-        if feed.active is not None:
-            new_STD = mx.where(feed.active[:, None, None], new_STD, tail_STD)
-        if feed.rows is None:
-            cache.tails[index] = new_STD
-        else:
-            cache.tails[index][feed.rows] = new_STD
-        return linear(carry_ND * feed.pack(out_SWD), weights.out)
+        x_N3D, tails, slots = linear(x_ND, weights.into), cache.tails[index], feed.single_slots
+        outs: list[mx.array] = []
+        news: list[mx.array] = []
+        if feed.num_single:
+            out_RD, new_RTD = self._ops.convolve(x_N3D[: feed.num_single], tails[slots], weights.kernel)
+            outs.append(out_RD)
+            news.append(new_RTD)
+        if feed.stretches is not None:
+            num = feed.stretches.taps.shape[0]
+            out_ND, new_STD = _convolve_stretches(
+                x_N3D[feed.num_single : feed.num_single + num], tails[feed.stretches.slots], weights.kernel, feed.stretches
+            )
+            outs.append(out_ND)
+            news.append(new_STD)
+            slots = feed.stretches.slots if feed.num_single == 0 else mx.concatenate([slots, feed.stretches.slots])
+        tails[slots] = news[0] if len(news) == 1 else mx.concatenate(news)
+        num_padding = x_ND.shape[0] - sum(out.shape[0] for out in outs)
+        if num_padding:
+            outs.append(mx.zeros((num_padding, x_ND.shape[1]), x_ND.dtype))
+        return linear(outs[0] if len(outs) == 1 else mx.concatenate(outs), weights.out)
 
     def _mlp(self, weights: MlpWeights, x_ND: mx.array) -> mx.array:
         return linear(silu(linear(x_ND, weights.gate)) * linear(x_ND, weights.up), weights.down)
-
-    def _experts(self, weights: MlpWeights, x_ND: mx.array, experts_NK: mx.array, weights_NK: mx.array) -> mx.array:
-        rows, chosen, order = x_ND[:, None, None], experts_NK, None
-        top_k = experts_NK.shape[-1]
-        if self._sort_experts and experts_NK.size >= SORT_EXPERTS_FROM:
-            order = mx.argsort(experts_NK.reshape(-1))
-            rows, chosen = x_ND[order // top_k][:, None], experts_NK.reshape(-1)[order]
-
-        def project(x: mx.array, weight: Int8) -> mx.array:
-            return mx.gather_qmm(
-                x, *weight, rhs_indices=chosen, transpose=True, group_size=GROUP_SIZE, bits=BITS,
-                sorted_indices=order is not None,
-            )  # fmt: skip
-
-        inner = silu(project(rows, weights.gate)) * project(rows, weights.up)
-        out = project(inner, weights.down).squeeze(-2)
-        if order is not None:
-            out = out[mx.argsort(order)].reshape(-1, top_k, out.shape[-1])
-        return (out * weights_NK[..., None].astype(out.dtype)).sum(axis=1)
 
     def _layer(self, index: int) -> LayerWeights:
         path = f"model.layers.{index}"
@@ -290,3 +302,14 @@ class Model:
         if found is None:
             raise LayoutError(f"the weights lack {name}", hint="config.json and the weights are of different models")
         return found
+
+
+def _convolve_stretches(x_N3D: mx.array, tails_STD: mx.array, kernel: mx.array, feed: StretchFeed) -> tuple[mx.array, mx.array]:
+    """As `metal.reference.convolve_plain`, in its order of additions, for several tokens of each sequence at once."""
+    gate_ND, carry_ND, value_ND = mx.split(x_N3D, 3, axis=-1)
+    lines_LD = mx.concatenate([tails_STD.reshape(-1, tails_STD.shape[-1]), gate_ND * value_ND])
+    kernel_LD = kernel.squeeze(-1).T
+    out_ND = lines_LD[feed.taps[:, 0]] * kernel_LD[0]
+    for tap in range(1, kernel_LD.shape[0]):
+        out_ND = out_ND + lines_LD[feed.taps[:, tap]] * kernel_LD[tap]
+    return carry_ND * out_ND, lines_LD[feed.tails]

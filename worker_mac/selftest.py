@@ -16,8 +16,8 @@ import mlx.core as mx
 
 from stoa.contracts.errors import WeightsError
 from worker_mac import fingerprint
-from worker_mac.decoder import check_batching
 from worker_mac.ending import leave
+from worker_mac.forced import check_appends, check_batching
 from worker_mac.model import Model
 
 MAX_DIFFERENCE: Final = 1e-3
@@ -64,6 +64,7 @@ def run(make: Callable[[], Model] = fingerprint.fixed_model) -> Verdict:
         (
             Finding("weights in place"),
             Finding("rows of a batch", _fault_of(lambda: check_batching(model))),
+            Finding("pages in place", _fault_of(lambda: check_appends(model))),
             Finding("arithmetic", wrong),
         ),
         fingerprint.name_of(values),

@@ -1,9 +1,10 @@
-"""One sweep: all episodes of all groups in one batch, turn by turn, each group handed over as its last episode ends.
+"""One sweep: the episodes of all groups, turn by turn, each group handed over as its last episode ends.
 
-It decides who is stepped, fed, finished and evicted; it knows no model (a `Rows` does the arithmetic), no bucket and no
-clock but the one of the report. An episode lost to infrastructure makes no sample; everything else is the policy's own.
+It decides what follows a token: the next one, the environment's reply, the end. Who is fed when is the schedule's
+business, the arithmetic that of `Rows`; there is no bucket here and no clock but that of the report. An episode lost to
+infrastructure makes no sample; everything else is the policy's own.
 
-Legend: E episodes, C token capacity of an episode, R rows still in the batch.
+Legend: E episodes, C token capacity of an episode, Q sequences (episodes and stems), L MoE layers, K experts a token.
 """
 
 import time
@@ -16,32 +17,39 @@ import structlog
 from numpy.typing import NDArray
 
 from environments.base import Environment
-from stoa.contracts.errors import InfrastructureFaultError
+from stoa.contracts.errors import GpuInterruptedError, InfrastructureFaultError
 from stoa.rollouts.records import Episode, StopReason, Turn
+from worker_mac.pace import Pace
+from worker_mac.pages import Pages
+from worker_mac.plan import Work
 from worker_mac.sampler import uniforms
+from worker_mac.schedule import Schedule
 
 _log = structlog.get_logger(__name__)
 
-FEED_SHARE: Final = 4
-"""Replies of the environment are fed when those waiting are at least 1 in this many of the rows that go on."""
-EVICT_SHARE: Final = 8
-"""Rows are compacted when at least 1 in this many has ended."""
+MOST_INTERRUPTIONS: Final = 3
+"""Steps in a row that the system may end on the GPU before the sweep fails."""
+
+
+class Result(Protocol):
+    """What a step gave; see `worker_mac.decoder.Drawn`."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]: ...  # noqa: D102
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]: ...  # noqa: D102
+
+    @property
+    def routes(self) -> NDArray[np.uint8] | None: ...  # noqa: D102
 
 
 class Rows(Protocol):
-    """A batch of rows bound to a model; see `worker_mac.decoder.Decoder`."""
+    """A model that computes what the schedule says; see `worker_mac.decoder.Decoder`."""
 
-    def begin(self, prompts: Sequence[NDArray[np.int32]], rows: NDArray[np.intp]) -> int: ...  # noqa: D102
+    def step(self, work: Work, uniform: NDArray[np.float32]) -> Result: ...  # noqa: D102
 
-    def feed(self, rows: NDArray[np.intp], tokens: Sequence[NDArray[np.int32]]) -> None: ...  # noqa: D102
-
-    def step(  # noqa: D102
-        self, tokens: NDArray[np.int32], uniform: NDArray[np.float32], active: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]: ...
-
-    def keep(self, rows: NDArray[np.intp]) -> None: ...  # noqa: D102
-
-    def routing(self, row: int, num_tokens: int) -> NDArray[np.uint8] | None: ...  # noqa: D102
+    def reset(self) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +73,20 @@ class Played:
     reward_sum: float
     num_steps: int
     seconds: float
+    num_parked: int = 0
+    """Times an episode had to give its pages back."""
+    most_pages: int = 0
+    mean_tokens: float = 0.0
+    """Mean length of the episodes that ended; 0 without any."""
 
-    def plus(self, other: "Played") -> "Played":
-        """Both, one after the other."""
-        return Played(
-            self.ended and other.ended,
-            self.num_episodes + other.num_episodes,
-            self.num_lost + other.num_lost,
-            self.num_sampled_tokens + other.num_sampled_tokens,
-            self.num_prompt_tokens + other.num_prompt_tokens,
-            self.reward_sum + other.reward_sum,
-            self.num_steps + other.num_steps,
-            self.seconds + other.seconds,
-        )
+
+def cast(environment: Environment, castings: Sequence[Casting], pages: Pages, *, max_rows: int, expected_tokens: int = 0) -> Schedule:
+    """The schedule of these castings: each distinct question's prompt once; see `Schedule` for the numbers."""
+    number: dict[str, int] = {}
+    questions = [number.setdefault(casting.question_id, len(number)) for casting in castings]
+    prompts = [np.array(environment.prompt_ids(question), np.int32) for question in number]
+    max_tokens = environment.limits.max_episode_tokens
+    return Schedule(prompts, questions, pages, max_rows=max_rows, max_tokens=max_tokens, expected_tokens=expected_tokens)
 
 
 NOTHING_PLAYED: Final = Played(True, 0, 0, 0, 0, 0.0, 0, 0.0)
@@ -86,12 +95,11 @@ OnGroup = Callable[[int, list[Episode]], None]
 
 @dataclass(slots=True)
 class _Play:
-    """An episode's lists that are touched once a turn; its tokens are in the table."""
+    """An episode's lists that are touched once a turn; its tokens are in the schedule."""
 
     casting: Casting
     turns: list[Turn] = field(default_factory=list)
     sampled: list[tuple[int, ...]] = field(default_factory=list)
-    reply: NDArray[np.int32] | None = None
 
 
 class Sweep:
@@ -100,79 +108,85 @@ class Sweep:
     def __init__(
         self,
         rows: Rows,
+        schedule: Schedule,
         environment: Environment,
         castings: Sequence[Casting],
         on_group: OnGroup,
+        *,
+        pace: Pace | None = None,
     ) -> None:
-        self._batch, self._environment, self._on_group = rows, environment, on_group
-        limits = environment.limits
+        """`schedule` is that of the castings, by `cast`."""
+        self._rows, self._schedule, self._environment, self._on_group = rows, schedule, environment, on_group
+        self._pace = pace or Pace()
         self._plays = [_Play(casting) for casting in castings]
-        num = len(castings)
-        self._keys = np.array([casting.key for casting in castings], np.uint64)
-        self._ids = np.zeros((num, limits.max_episode_tokens + 1), np.int32)
-        self._mask = np.zeros(self._ids.shape, np.uint8)
-        self._logprobs = np.zeros(self._ids.shape, np.float32)
-        self._length = np.zeros(num, np.int64)
-        self._turn_start = np.zeros(num, np.int64)
+        num, capacity = schedule.num_episodes, schedule.ids.shape[1]
+        self._keys = np.zeros(len(schedule.length), np.uint64)
+        self._keys[:num] = [casting.key for casting in castings]
+        self._mask = np.zeros((num, capacity), np.uint8)
+        self._logprobs = np.zeros((num, capacity), np.float32)
+        self._turn_start = schedule.prompt_length.copy()
         self._stop_ids = np.array(sorted(environment.stop_ids), np.int32)
-        self._rows = np.arange(num)  # episode of each row
-        self._live = np.ones(num, bool)
-        self._waiting = np.zeros(num, bool)
+        self._routes: NDArray[np.uint8] | None = None
+        """uint8 [Q, C, L, K] once there are any."""
         self._finished: dict[int, list[tuple[int, Episode]]] = {}
         self._due: dict[int, int] = {}
         for casting in castings:
             self._due[casting.group] = self._due.get(casting.group, 0) + 1
-        self._num_done = self._num_lost = self._num_steps = self._num_sampled = self._num_prompt = 0
+        self._num_done = self._num_lost = self._num_sampled = self._num_tokens = self._num_interruptions = 0
         self._reward_sum = 0.0
         self._began = time.monotonic()
 
-    def play(self, should_stop: Callable[[], bool] = lambda: False, on_step: Callable[[int, int], None] | None = None) -> Played:
-        """Play until every episode has ended, or `should_stop()`; `on_step(episodes done, tokens sampled)` after each step."""
-        self._begin()
+    def play(
+        self,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_step: Callable[[int, int], None] | None = None,
+        rows_allowed: Callable[[], int | None] = lambda: None,
+    ) -> Played:
+        """Play until every episode has ended, or `should_stop()`; `on_step(episodes done, tokens sampled)` after each step.
+
+        `rows_allowed()`: most episodes to run at once, None for as many as fit; 0 to begin no further group.
+        Raises GpuInterruptedError if the system keeps ending steps on the GPU, however small.
+        """
         ended = True
-        while self._live.any():
+        while not self._schedule.is_over:
             if should_stop():
                 ended = False
                 break
-            self._step()
+            allowed = rows_allowed()
+            work = self._schedule.plan(self._pace.tokens, max_rows=allowed or None, may_begin=allowed != 0)
+            if work is None:
+                ended = False
+                break
+            self._step(work)
             if on_step is not None:
                 on_step(self._num_done, self._num_sampled)
+        counts = self._schedule.counts
         return Played(
-            ended, self._num_done, self._num_lost, self._num_sampled, self._num_prompt, self._reward_sum, self._num_steps,
-            time.monotonic() - self._began,
+            ended, self._num_done, self._num_lost, self._num_sampled, max(0, counts.tokens - self._num_sampled), self._reward_sum,
+            counts.steps, time.monotonic() - self._began, counts.parked, counts.most_pages,
+            self._num_tokens / max(1, self._num_done),
         )  # fmt: skip
 
-    def _begin(self) -> None:
-        """Feed each distinct question once; its episodes start from copies."""
-        first: dict[str, int] = {}
-        prompts: list[NDArray[np.int32]] = []
-        for episode, play in enumerate(self._plays):
-            question = play.casting.question_id
-            if question not in first:
-                first[question] = len(prompts)
-                prompts.append(np.array(self._environment.prompt_ids(question), np.int32))
-            prompt = prompts[first[question]]
-            self._ids[episode, : len(prompt)] = prompt
-            self._length[episode] = self._turn_start[episode] = len(prompt)
-        order = np.array([first[play.casting.question_id] for play in self._plays], np.intp)
-        if len(order):
-            self._num_prompt = self._batch.begin(prompts, order)
-
-    def _step(self) -> None:
-        """One token for every row that is not waiting; then turns that ended; then replies; then eviction."""
-        rows = self._rows
-        active = self._live[rows] & ~self._waiting[rows]
-        length = self._length[rows]
-        last = self._ids[rows, length - 1]
-        drawn, logprobs = self._batch.step(last, uniforms(self._keys[rows], length), active)
-        self._num_steps += 1
-        playing = rows[active]
-        places = length[active]
-        tokens = drawn[active]
-        self._ids[playing, places] = tokens
-        self._logprobs[playing, places] = logprobs[active]
+    def _step(self, work: Work) -> None:
+        """Feed what is to be fed, take what was drawn; then turns that ended."""
+        schedule = self._schedule
+        sequences = work.sequences
+        started = time.monotonic()
+        try:
+            drawn = self._rows.step(work, uniforms(self._keys[sequences], schedule.length[sequences]))
+        except GpuInterruptedError as fault:
+            self._recover(work, fault)
+            return
+        self._num_interruptions = 0
+        self._pace.saw(work.num_tokens, time.monotonic() - started)
+        schedule.advance(work)
+        if drawn.routes is not None:
+            self._keep_routes(work, drawn.routes)
+        playing = sequences[work.samples]
+        places, tokens = schedule.length[playing], drawn.tokens
+        schedule.append(playing, tokens)
+        self._logprobs[playing, places] = drawn.logprobs
         self._mask[playing, places] = 1
-        self._length[playing] = places + 1
         self._num_sampled += len(playing)
         limits = self._environment.limits
         stopped = np.isin(tokens, self._stop_ids)
@@ -181,15 +195,23 @@ class Sweep:
         )
         for index in np.flatnonzero(turn_ended):
             self._end_turn(int(playing[index]), bool(stopped[index]))
-        self._feed_replies()
-        self._evict()
+
+    def _recover(self, work: Work, fault: GpuInterruptedError) -> None:
+        """What is in the cache is lost, the tokens are not: they are fed again, fewer at a time."""
+        self._num_interruptions += 1
+        if self._num_interruptions > MOST_INTERRUPTIONS:
+            raise fault
+        _log.warning("step_interrupted", tokens=work.num_tokens, reason=fault.message)
+        self._schedule.forget_all()
+        self._rows.reset()
+        self._pace.interrupted(work.num_tokens)
 
     def _end_turn(self, episode: int, stopped: bool) -> None:
         """Ask the environment what follows the turn that just ended."""
-        play = self._plays[episode]
-        start, end = int(self._turn_start[episode]), int(self._length[episode])
+        play, schedule = self._plays[episode], self._schedule
+        start, end = int(self._turn_start[episode]), int(schedule.length[episode])
         play.turns.append(Turn(start, end, stopped))
-        play.sampled.append(tuple(self._ids[episode, start:end].tolist()))
+        play.sampled.append(tuple(schedule.ids[episode, start:end].tolist()))
         limits, question = self._environment.limits, play.casting.question_id
         try:
             reply = self._environment.reply(question, play.sampled)
@@ -200,21 +222,21 @@ class Sweep:
             elif len(play.turns) >= limits.max_turns:
                 self._finish(episode, "turn_limit")
             else:
-                play.reply = np.array(reply.ids, np.int32)
-                self._waiting[episode] = True
+                schedule.extend(episode, np.array(reply.ids, np.int32))
+                self._turn_start[episode] = schedule.length[episode]
         except InfrastructureFaultError as fault:
             _log.warning("episode_lost", question=question, reason=fault.message)
             self._num_lost += 1
             self._leave(episode, None)
 
     def _finish(self, episode: int, reason: StopReason) -> None:
-        play, length = self._plays[episode], int(self._length[episode])
+        play, length = self._plays[episode], int(self._schedule.length[episode])
         outcome = self._environment.score(play.casting.question_id, play.sampled)
         mask = self._mask[episode, :length].copy()
         self._reward_sum += outcome.reward
         record = Episode(
             question_id=play.casting.question_id,
-            ids=self._ids[episode, :length].copy(),
+            ids=self._schedule.ids[episode, :length].copy(),
             mask=mask,
             logprobs=self._logprobs[episode, :length][mask == 1],
             turns=tuple(play.turns),
@@ -222,14 +244,15 @@ class Sweep:
             reward_parts=outcome.parts,
             stop_reason=reason,
             seconds=time.monotonic() - self._began,
-            routing=self._batch.routing(int(np.searchsorted(self._rows, episode)), length),
+            routing=self._routing(episode, length),
         )
         self._leave(episode, record)
 
     def _leave(self, episode: int, record: Episode | None) -> None:
         """Take an episode out; hand its group over if it was the last."""
-        self._live[episode] = False
+        self._schedule.finish(episode)
         self._num_done += 1
+        self._num_tokens += int(self._schedule.length[episode])
         group = self._plays[episode].casting.group
         finished = self._finished.setdefault(group, [])
         if record is not None:
@@ -239,33 +262,22 @@ class Sweep:
             self._on_group(group, [one for _, one in sorted(finished, key=lambda pair: pair[0])])
             del self._finished[group]
 
-    def _feed_replies(self) -> None:
-        """Feed what the environment answered, once enough rows wait for it or nobody else goes on."""
-        waits = self._live[self._rows] & self._waiting[self._rows]
-        num_waiting = int(waits.sum())
-        going_on = int(self._live[self._rows].sum()) - num_waiting
-        if not num_waiting or num_waiting * FEED_SHARE < going_on:
-            return
-        rows = np.flatnonzero(waits)
-        pieces: list[NDArray[np.int32]] = []
-        for episode in self._rows[rows]:
-            reply = self._plays[episode].reply
-            if reply is None:
-                raise AssertionError("a waiting episode has no reply")
-            start = int(self._length[episode])
-            self._ids[episode, start : start + len(reply)] = reply
-            self._length[episode] = self._turn_start[episode] = start + len(reply)
-            # The last sampled token is not in the cache yet; the last token of the reply is the next step's input.
-            pieces.append(self._ids[episode, start - 1 : start + len(reply) - 1])
-            self._plays[episode].reply = None
-        self._batch.feed(rows, pieces)
-        self._num_prompt += sum(len(piece) for piece in pieces)
-        self._waiting[self._rows[rows]] = False
+    def _keep_routes(self, work: Work, routes: NDArray[np.uint8]) -> None:
+        if self._routes is None:
+            self._routes = np.zeros((*self._schedule.ids.shape, *routes.shape[1:]), np.uint8)
+        owners = np.repeat(work.sequences, work.counts)
+        places = np.arange(work.num_tokens) + np.repeat(work.starts - np.cumsum(work.counts) + work.counts, work.counts)
+        self._routes[owners, places] = routes
 
-    def _evict(self) -> None:
-        live = self._live[self._rows]
-        num_dead = len(live) - int(live.sum())
-        if num_dead < len(live) and num_dead * EVICT_SHARE >= len(live):
-            keep = np.flatnonzero(live)
-            self._batch.keep(keep)
-            self._rows = self._rows[keep]
+    def _routing(self, episode: int, length: int) -> NDArray[np.uint8] | None:
+        """Experts of an episode's tokens, uint8 [T, L, K]; None if they are not recorded.
+
+        The last token of an episode is sampled but never fed: it gets experts 0 .. K - 1, which nobody uses.
+        """
+        if self._routes is None:
+            return None
+        found = self._routes[episode, :length].copy()
+        for stem, num_shared in self._schedule.lineage(episode):
+            found[:num_shared] = self._routes[stem, :num_shared]
+        found[int(self._schedule.fed[episode]) :] = np.arange(found.shape[2], dtype=np.uint8)
+        return found

@@ -20,8 +20,9 @@ from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
 from stoa.contracts.errors import DigestError, FormatError, ObjectMissingError, StoaError, WeightsError
 from stoa.weights.cache import MAX_BYTES
+from stoa.weights.layout import Layout
 from stoa.weights.sync import Puller, Staged
-from worker_mac.decoder import check_batching
+from worker_mac.forced import check_batching
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
 from worker_mac.weights import LiveWeights
@@ -91,6 +92,17 @@ class Versions:
         """HEAD.state as last read, by whichever thread; "" before HEAD was there."""
         head = self._head
         return "" if head is None else head.state
+
+    @property
+    def head_version(self) -> int:
+        """HEAD.version as last read, by whichever thread; -1 before HEAD was there."""
+        head = self._head
+        return -1 if head is None else head.version
+
+    @property
+    def layout(self) -> Layout:
+        """Of the run's weights."""
+        return self._puller.layout
 
     @property
     def version(self) -> int:

@@ -331,6 +331,7 @@ class _Worker:
         return make(
             self._store, document, environment, host=self._host, folder=folder, model_folder=model_folder, guest=self._guest,
             waits=Waits(grace=FINISH_SECONDS), fingerprint=fingerprint, tickets=self._entry.tickets(folder),
+            state_folder=self._identity.folder,
         )  # fmt: skip
 
     async def _wait_while_stopped(self, document: RunDocument) -> bool:
@@ -419,7 +420,7 @@ class _Worker:
         greeted, looked, reason = 0.0, time.monotonic(), "start"
         while not self._stop.is_set():
             try:
-                if reason and await self._membership.hello(client, config, reason):
+                if reason and await self._membership.hello(client, config, reason, groups=engine.groups):
                     greeted, reason = time.monotonic(), ""
             except AccessDeniedError as error:
                 self._refused = error

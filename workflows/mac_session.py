@@ -195,7 +195,7 @@ class MacSessionWorkflow:
             given.run,
             given.host,
             sweep,
-            given.groups,
+            state.groups or given.groups,
             wait_seconds,
             ended_before=state.sweep,
             invite=state.invite,

@@ -45,7 +45,7 @@ def on_hello(state: SessionProgress, hello: Hello, now: float) -> SessionProgres
     """A Mac is here. The live one again: noted. Another one: it waits until the live one is away or silent."""
     if state.state in ("ended", "refused"):
         return state
-    state = replace(state, invite=hello.invite or state.invite)
+    state = replace(state, invite=hello.invite or state.invite, groups=hello.groups or state.groups)
     if state.state == "away":
         return _live(state, hello.nonce, now)
     if state.state in ("quarantined", "drained") and hello.nonce != state.nonce:
@@ -192,6 +192,7 @@ def on_result(state: SessionProgress, result: SweepResult, now: float) -> Sessio
         ready_at=now,
         waits_for="",
         unsent=result.unsent,
+        groups=result.groups or state.groups,
     )
     match result.status:
         case "done" | "partial":

@@ -208,6 +208,8 @@ class SessionProgress:
     waits_for: WaitsFor = ""
     unsent: tuple[str, ...] = ()
     """Keys that the Mac has no valid ticket for."""
+    groups: int = 0
+    """Groups the Mac asks for at a time; 0: it did not say."""
     sweep_seconds: float = 0.0
     """Mean of the last sweeps' time, newer ones counting more."""
     tokens_per_second: float = 0.0

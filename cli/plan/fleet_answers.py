@@ -151,7 +151,7 @@ def _on_lan(fleet: Fleet) -> Fleet:
 
 def box_way(plan: FleetPlan, config: RunConfig, hours: float, seeds: Sequence[int] = SEEDS) -> Way:
     """The stated GPU box in the Macs' place, beside the trainer: as one Mac that is never away and has no line."""
-    seconds = config.rollout.groups * 3600.0 / plan.gpu_box.groups_an_hour
+    seconds = config.rollout.usual_groups * 3600.0 / plan.gpu_box.groups_an_hour
     never = plan.absences.model_copy(update={"sleeps_a_day": 0.0, "crashes_a_day": 0.0, "leaves_a_day": 0.0})
     box = fleet_of(plan.model_copy(update={"absences": never, "turn_seconds": 0.0}), config, (Mac(seconds),))
     outcomes = [simulate(box, hours * 3600.0, (seed,))[0] for seed in seeds]

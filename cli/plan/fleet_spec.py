@@ -193,7 +193,7 @@ def rules_of(config: RunConfig, flat_fraction: float) -> Rules:
     """The rules of a run."""
     learning = config.learning
     return Rules(
-        config.rollout.groups,
+        config.rollout.usual_groups,
         learning.groups_per_step,
         learning.steps_per_version,
         learning.max_staleness,

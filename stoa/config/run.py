@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -35,6 +35,16 @@ def _address(text: str) -> str:
     return text
 
 
+def _groups(given: object) -> object:
+    """`given` if it is "auto" or a number of groups."""
+    if given == "auto" or (isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_GROUPS):
+        return given
+    raise PydanticCustomError("groups", 'should be "auto" or a number from 1 to {most}', {"most": MOST_GROUPS})
+
+
+MOST_GROUPS = 64
+"""Groups that a Mac may be given at a time."""
+Groups = Annotated[int | Literal["auto"], PlainValidator(_groups)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,47}$")]
 BucketName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")]
 Namespace = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
@@ -121,8 +131,8 @@ class Environment(Section):
 class Rollout(Section):
     """How a sweep is played."""
 
-    groups: Annotated[int, Field(ge=1, le=64)] = 8
-    """Groups one Mac plays in one batch."""
+    groups: Groups = "auto"
+    """Groups one Mac is given at a time; auto: as many as its memory holds and its speed pays for, at most 8 until that is measured."""
     group_size: Annotated[int, Field(ge=4, le=8)] = 8
     """Episodes of one question."""
     min_group_size: Annotated[int, Field(ge=4, le=8)] = 4
@@ -131,6 +141,11 @@ class Rollout(Section):
     """Record the experts chosen for every token."""
     fingerprints: Annotated[list[str], Field(max_length=64)] = Field(default_factory=list)
     """Numeric fingerprints of engines whose groups are admitted, as `stoa doctor` tells them; none: all are."""
+
+    @property
+    def usual_groups(self) -> int:
+        """Groups of a sweep where no Mac says how many it can play."""
+        return 8 if self.groups == "auto" else self.groups
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -294,6 +309,14 @@ class Evaluation(Section):
     """Questions of the first and the last evaluation."""
     questions_a_part: Annotated[int, Field(ge=1, le=256)] = 64
     """Questions handed to one Mac at a time."""
+    temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0
+    """Logits are divided by this; 0 takes the likeliest token. Training always samples at 1, without filters."""
+    top_k: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    """Sample from so many likeliest tokens; 0 for all."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the fewest likeliest tokens that have this probability together."""
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Sample from tokens at least so many times as likely as the likeliest."""
 
 
 class Stop(Section):

@@ -188,6 +188,12 @@ class InfrastructureFaultError(StoaError):
     retryable: ClassVar[bool] = True
 
 
+class GpuInterruptedError(StoaError):
+    """The system ended a computation on the GPU; what it wrote is not to be used. A smaller one may go through."""
+
+    retryable: ClassVar[bool] = True
+
+
 class StarvedError(StoaError):
     """A wait for work or data reached its limit."""
 

@@ -112,6 +112,8 @@ class SweepResult:
     """Status paused because this Mac's owner lets it not play now."""
     unasked: bool = False
     """Played from a grant held ahead, before it was asked for."""
+    groups: int = 0
+    """Groups the Mac asks for from now on; 0: as before."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,8 @@ class Hello:
     reason: str = "start"
     invite: str = ""
     """Id of the Mac's invitation; "" for one of the owner's own."""
+    groups: int = 0
+    """Groups it asks for at a time; 0: as before."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,17 @@ def test_value_out_of_range_names_key_value_and_line(tmp_path: Path) -> None:
     path = write(tmp_path, "rollout.groups = 99\n")
     error = refused(path)
     assert error.message.startswith(f"{path}:1: rollout.groups = 99: ")
-    assert "less than or equal to 64" in error.message
+    assert 'should be "auto" or a number from 1 to 64' in error.message
+
+
+def test_groups_are_a_number_or_left_to_each_mac(tmp_path: Path) -> None:
+    assert load_run(write(tmp_path, ""), environ={}).rollout.groups == "auto"
+    assert load_run(write(tmp_path, 'rollout.groups = "auto"\n'), environ={}).rollout.usual_groups == 8
+    found = load_run(write(tmp_path, "rollout.groups = 3\n"), environ={}).rollout
+    assert (found.groups, found.usual_groups) == (3, 3)
+    assert type(found).model_validate_json(found.model_dump_json()) == found
+    for wrong, said in (("0", "0"), ("65", "65"), ("true", "True"), ('"many"', "'many'"), ("2.5", "2.5")):
+        assert f"rollout.groups = {said}" in refused(write(tmp_path, f"rollout.groups = {wrong}\n")).message
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:

@@ -2,13 +2,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from stoa.contracts.errors import WeightsError
+from metal.reference import PAGE_TOKENS
+from stoa.contracts.errors import GpuInterruptedError, WeightsError
 from tests.unit.worker_mac.policies import TINY, WIDE, model_of, random_state
-from worker_mac.decoder import Decoder, check_batching
+from tests.unit.worker_mac.tasks import Dialogue, play
+from worker_mac.cache import Cache
+from worker_mac.decoder import Decoder
+from worker_mac.forced import Forced, check_batching
 from worker_mac.model import Feed, Model
+from worker_mac.sampler import Sampling, seed_of
+from worker_mac.sweep import Casting
 
 NUMBERS = np.random.default_rng(2)
 PROMPTS = [NUMBERS.integers(0, 256, size).astype(np.int32) for size in (12, 1, 30, 5)]
+LONG = NUMBERS.integers(0, 256, 600).astype(np.int32)
 
 
 @pytest.fixture(scope="module", params=[TINY, WIDE], ids=["tiny", "wide"])
@@ -18,61 +25,41 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 def last_logits(model: Model, ids: np.ndarray) -> np.ndarray:
     """Logits after a whole sequence, fed alone token by token."""
-    rows = Decoder(model)
-    rows.begin([ids[:1]], np.array([0]))
-    return [rows.logits(ids[t : t + 1]) for t in range(len(ids))][-1][0]
+    return Forced(model, 1, len(ids)).walk(ids[None])[-1, 0]
 
 
-@pytest.mark.parametrize("feed_tokens", [1, 7, 4096])
-def test_ragged_prompts_fed_in_bites_end_as_if_fed_alone(model: Model, feed_tokens: int) -> None:
-    rows = Decoder(model, feed_tokens=feed_tokens)
-    num_fed = rows.begin(PROMPTS, np.arange(4))
-    assert num_fed == 11 + 0 + 29 + 4
-    found = rows.logits(np.array([prompt[-1] for prompt in PROMPTS], np.int32))
+@pytest.mark.parametrize("pad_to", [1, 16], ids=["rows as they come", "rows in sixteens"])
+def test_stretches_of_any_length_end_as_if_fed_alone_token_by_token(model: Model, pad_to: int) -> None:
+    rows = Forced(model, 4, 64, pad_to=pad_to)
+    found = rows.feed(PROMPTS)
     for row, prompt in enumerate(PROMPTS):
         np.testing.assert_array_equal(found[row], last_logits(model, prompt))
 
 
-def test_rows_of_one_prompt_go_separate_ways(model: Model) -> None:
-    rows = Decoder(model)
-    rows.begin(PROMPTS[:1], np.zeros(3, np.intp))
-    forced = np.array([[PROMPTS[0][-1]] * 3, [1, 2, 3], [4, 4, 4]], np.int32)
-    found = [rows.logits(ids) for ids in forced][-1]
-    for row in range(3):
-        whole = np.concatenate([PROMPTS[0], forced[1:, row]])
-        np.testing.assert_array_equal(found[row], last_logits(model, whole))
+def test_sequences_fed_in_any_company_and_order_have_the_same_logits(model: Model) -> None:
+    rows = Forced(model, 4, 64)
+    rows.feed([PROMPTS[2][:7], PROMPTS[0][:11], PROMPTS[3][:1]], [2, 0, 3])
+    rows.feed([PROMPTS[1], PROMPTS[2][7:8], PROMPTS[3][1:4]], [1, 2, 3])
+    one = rows.feed([PROMPTS[3][4:], PROMPTS[0][11:]], [3, 0])
+    two = rows.feed([PROMPTS[2][8:]], [2])
+    np.testing.assert_array_equal(one[0], last_logits(model, PROMPTS[3]))
+    np.testing.assert_array_equal(one[1], last_logits(model, PROMPTS[0]))
+    np.testing.assert_array_equal(two[0], last_logits(model, PROMPTS[2]))
 
 
-def test_inactive_rows_keep_their_state_while_others_step(model: Model) -> None:
-    rows = Decoder(model)
-    rows.begin(PROMPTS, np.arange(4))
-    active = np.array([True, False, True, False])
-    junk, half = np.full(4, 9, np.int32), np.full(4, 0.5, np.float32)
-    for _ in range(3):
-        rows.step(junk, half, active)
-    assert rows.positions.tolist() == [14, 0, 32, 4]
-    found = rows.logits(np.array([prompt[-1] for prompt in PROMPTS], np.int32))
-    for row in (1, 3):
-        np.testing.assert_array_equal(found[row], last_logits(model, PROMPTS[row]))
-
-
-def test_feeding_some_rows_leaves_the_others_alone(model: Model) -> None:
-    rows = Decoder(model)
-    rows.begin(PROMPTS, np.arange(4))
-    more = NUMBERS.integers(0, 256, 17).astype(np.int32)
-    rows.feed(np.array([3, 1]), [more[:4], more])
-    found = rows.logits(np.full(4, 7, np.int32))
-    wholes = [PROMPTS[0][:-1], np.concatenate([PROMPTS[1][:-1], more]), PROMPTS[2][:-1], np.concatenate([PROMPTS[3][:-1], more[:4]])]
-    for row, whole in enumerate(wholes):
-        np.testing.assert_array_equal(found[row], last_logits(model, np.append(whole, np.int32(7))))
-
-
-def test_kept_rows_go_on_in_the_new_order(model: Model) -> None:
-    rows = Decoder(model)
-    rows.begin(PROMPTS, np.arange(4))
-    rows.keep(np.array([2, 0]))
-    found = rows.logits(np.array([PROMPTS[2][-1], PROMPTS[0][-1]], np.int32))
-    np.testing.assert_array_equal(found, [last_logits(model, PROMPTS[2]), last_logits(model, PROMPTS[0])])
+def test_a_short_row_is_the_same_beside_one_of_many_pages_and_ranges(model: Model) -> None:
+    """600 tokens are 19 pages in two ranges; tiles, tables and ranges of the batch differ, the row's bits do not."""
+    rows = Forced(model, 3, 640)
+    rows.feed([LONG[:530], PROMPTS[0][:5], LONG[:40]])
+    rows.feed([LONG[530:599], PROMPTS[0][5:11], LONG[40:41]])
+    found = rows.feed([LONG[599:], PROMPTS[0][11:], LONG[41:42]])
+    np.testing.assert_array_equal(found[1], last_logits(model, PROMPTS[0]))
+    np.testing.assert_array_equal(found[2], last_logits(model, LONG[:42]))
+    alone = Forced(model, 1, 640)
+    alone.feed([LONG[:300]])
+    alone.feed([LONG[300:598]])
+    alone.feed([LONG[598:599]])
+    np.testing.assert_array_equal(found[0], alone.feed([LONG[599:]])[0])
 
 
 def test_self_test_passes_on_a_right_model(model: Model) -> None:
@@ -82,39 +69,98 @@ def test_self_test_passes_on_a_right_model(model: Model) -> None:
 class FirstRowsPosition(Model):
     """Rotates every row by the position of the first one, as engines with a single rope offset do."""
 
-    def _attend(self, index: int, weights: object, x: mx.array, feed: Feed, cache: object, visible: mx.array) -> mx.array:
-        self.first = feed.positions[0]
-        return super()._attend(index, weights, x, feed, cache, visible)
-
-    def _rotate(self, x: mx.array, positions: mx.array) -> mx.array:
-        return super()._rotate(x, mx.broadcast_to(self.first, positions.shape))
+    def _rotate(self, x: mx.array, feed: Feed) -> mx.array:
+        first = tuple(mx.broadcast_to(part[:1], part.shape) for part in feed.turns)
+        return super()._rotate(x, Feed(**{name: getattr(feed, name) for name in Feed.__slots__} | {"turns": first}))
 
 
-def test_self_test_finds_rows_that_depend_on_their_batch() -> None:
+class OthersPages(Model):
+    """Reads the pages of another sequence where a batch has several."""
+
+    def _attend(self, index: int, weights: object, x: mx.array, feed: Feed, cache: Cache) -> mx.array:
+        tiles = tuple(type(tile)(tile.tables[::-1], tile.lengths, tile.queries) for tile in feed.tiles)
+        return super()._attend(index, weights, x, Feed(**{name: getattr(feed, name) for name in Feed.__slots__} | {"tiles": tiles}), cache)
+
+
+@pytest.mark.parametrize("wrong", [FirstRowsPosition, OthersPages])
+def test_self_test_finds_rows_that_depend_on_their_batch(wrong: type[Model]) -> None:
     right = model_of(TINY, random_state(TINY))
-    wrong = FirstRowsPosition(right.config, right._arrays)
     with pytest.raises(WeightsError, match="rows"):
-        check_batching(wrong)
+        check_batching(wrong(right.config, right._arrays))
 
 
-def test_memory_after_a_batch_is_what_it_was_before() -> None:
+def test_appending_to_pages_copies_no_pool() -> None:
+    """A pool of 50 MB: steps, copies of pages and slots among them, must take next to nothing beside it."""
     model = model_of(TINY, random_state(TINY))
+    rows = Forced(model, 8, 64)
+    rows.decoder = Decoder(model, 6000, 9)
+    pool_bytes = rows.decoder.num_cache_bytes
+    assert pool_bytes > 48_000_000
+    rows.feed([PROMPTS[0]] * 8)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for step in range(8):
+        rows.decoder._cache.copy([(1, 5000 + step), (3, 4000 + step)], [(1, 2)])
+        rows.feed([PROMPTS[0][step : step + 1]] * 8)
+        rows.feed([PROMPTS[0][:3]] * 2, [0, 5])
+    assert mx.get_peak_memory() - before < pool_bytes / 20
 
-    def play() -> None:
-        rows = Decoder(model)
-        rows.begin(PROMPTS, np.repeat(np.arange(4), 8))
-        half, active = np.full(32, 0.5, np.float32), np.ones(32, bool)
-        tokens = np.full(32, 3, np.int32)
-        for step in range(40):
-            tokens, _ = rows.step(tokens, half[: len(tokens)], active[: len(tokens)])
-            if step == 20:
-                rows.keep(np.arange(5))
-                tokens = tokens[:5]
 
-    play()
+def test_copies_of_pages_and_slots_are_read_before_any_is_written() -> None:
+    model = model_of(TINY, random_state(TINY))
+    cache = Cache(model.cache_shape, 4, 4)
+    layer = model.cache_shape.attention_layers[0]
+    tails = model.cache_shape.conv_layers[0]
+    for number in range(1, 4):
+        cache.keys[layer][number] = number
+        cache.tails[tails][number] = number
+    cache.copy([(1, 2), (2, 3)], [(2, 1), (1, 3)])
+    assert cache.keys[layer][:, 0, 0, 0].tolist() == [0, 1, 1, 2]
+    assert cache.tails[tails][:, 0, 0].tolist() == [0, 2, 2, 1]
+
+
+def test_memory_after_sweeps_is_what_it_was_before() -> None:
+    model = model_of(TINY, random_state(TINY))
+    castings = [Casting(group, str(group), seed_of(group, episode)) for group in range(4) for episode in range(8)]
+    play(model, Dialogue(), castings)
     mx.synchronize()
     before = mx.get_active_memory()
     for _ in range(3):
-        play()
+        play(model, Dialogue(), castings)
     mx.synchronize()
     assert mx.get_active_memory() == before
+
+
+def test_a_temperature_and_filters_are_drawn_by_and_their_logprob_is_given() -> None:
+    model = model_of(TINY, random_state(TINY, spread=0.08))
+    rows = Forced(model, 2, 64)
+    logits = rows.feed([PROMPTS[0][:-1], PROMPTS[2][:-1]])
+    logits = rows.feed([PROMPTS[0][-1:], PROMPTS[2][-1:]])
+    work = Forced(model, 2, 64)._work([PROMPTS[0], PROMPTS[2]], None)
+    decoder = Decoder(model, 1 + 2 * (64 // PAGE_TOKENS), 3, sampling=Sampling(temperature=0.5, top_k=3))
+    drawn = decoder.step(work, np.array([0.999, 0.0], np.float32))
+    for row, uniform in ((0, 0.999), (1, 0.0)):
+        wide = logits[row].astype(np.float64) / 0.5
+        kept = np.sort(np.argsort(-wide, kind="stable")[:3])
+        weights = np.exp(wide[kept] - wide[kept].max())
+        index = int(np.flatnonzero(np.cumsum(weights) > uniform * weights.sum())[0])
+        assert drawn.tokens[row] == kept[index]
+        np.testing.assert_allclose(drawn.logprobs[row], np.log(weights[index] / weights.sum()), atol=1e-4)
+
+
+def test_work_that_the_system_ended_is_told_from_other_failures() -> None:
+    class Ending(Model):
+        words = "[METAL] Command buffer execution failed: Impacting Interactivity (0000000e)"
+
+        def hidden(self, feed: Feed, cache: Cache, routes: list[mx.array] | None = None) -> mx.array:
+            raise RuntimeError(self.words)
+
+    right = model_of(TINY, random_state(TINY))
+    rows = Forced(right, 1, 32)
+    rows.decoder._model = Ending(right.config, right._arrays)
+    with pytest.raises(GpuInterruptedError, match="Impacting"):
+        rows.decoder.step(rows._work([PROMPTS[0]], None), np.zeros(1, np.float32))
+    Ending.words = "shapes do not match"
+    with pytest.raises(RuntimeError, match="shapes"):
+        rows.decoder.step(rows._work([PROMPTS[0]], None), np.zeros(1, np.float32))

@@ -18,7 +18,8 @@ from stoa.rollouts.records import Group
 from stoa.rollouts.shard import MAX_GROUP_BYTES, decode_group
 from tests.unit.worker_mac.publishing import Publishing, Quiet, train_request
 from tests.unit.worker_mac.tasks import Dialogue
-from worker_mac.engine import MLX_CACHE_BYTES, MacEngine, Waits
+from worker_mac.engine import MacEngine, Waits
+from worker_mac.memory import CACHE_BYTES
 from worker_mac.uploader import Spool
 
 
@@ -365,7 +366,7 @@ def test_memory_after_a_sweep_is_what_it_was_before(make: object) -> None:
     for sweep in range(2, 5):
         engine.sweep(train_request(sweep), Quiet())
     assert mx.get_active_memory() == before
-    assert mx.get_cache_memory() <= MLX_CACHE_BYTES
+    assert mx.get_cache_memory() <= CACHE_BYTES
 
 
 def test_worker_folder_is_left_with_no_part_files(make: object, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from stoa.contracts.errors import CheckpointError, LayoutError
 from tests.unit.worker_mac.policies import DENSE, TINY, WIDE, model_of, oracle_of, random_state
 from tests.unit.worker_mac.reference import logprobs as reference_logprobs
-from worker_mac.decoder import Decoder
+from worker_mac.forced import Forced
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
 from worker_mac.weights import LiveWeights
@@ -15,9 +15,9 @@ IDS = np.random.default_rng(1).integers(0, 120, 40).astype(np.int32)
 
 def walk(model: Model, ids: np.ndarray, prefix: int) -> np.ndarray:
     """Logits after each token from `prefix` on: a prefix is fed at once, the rest token by token."""
-    rows = Decoder(model)
-    rows.begin([ids[: prefix + 1]], np.array([0]))
-    return np.concatenate([rows.logits(ids[t : t + 1]) for t in range(prefix, len(ids))])
+    rows = Forced(model, 1, len(ids))
+    rows.feed([ids[:prefix]])
+    return rows.walk(ids[None, prefix:])[:, 0]
 
 
 @pytest.mark.parametrize("config", [TINY, WIDE, DENSE], ids=["tiny", "wide", "dense"])
@@ -55,9 +55,9 @@ def test_sorting_rows_by_expert_changes_nothing() -> None:
     prompts = [IDS[:23], IDS[3:40], IDS[10:12]]
     outs = []
     for sort_experts in (False, True):
-        rows = Decoder(model_of(WIDE, state, sort_experts=sort_experts))
-        rows.begin(prompts, np.repeat(np.arange(3), 8))
-        outs.append(rows.logits(np.repeat(IDS[:3], 8)))
+        rows = Forced(model_of(WIDE, state, sort_experts=sort_experts), 24, 64)
+        rows.feed([prompts[row // 8] for row in range(24)])
+        outs.append(rows.walk(np.repeat(IDS[:3], 8)[:, None]))
     np.testing.assert_allclose(outs[0], outs[1], rtol=0, atol=1e-4)
 
 

@@ -11,7 +11,8 @@ import pytest
 from stoa.config.load import PROJECT_ROOT
 from stoa.contracts.errors import WeightsError
 from worker_mac import fingerprint, selftest
-from worker_mac.model import Model
+from worker_mac.cache import Cache
+from worker_mac.model import Feed, Model
 from worker_mac.model_config import read_model_config
 from worker_mac.weights import LiveWeights
 
@@ -27,8 +28,17 @@ def test_this_machine_passes_and_says_what_it_is() -> None:
 class WrongOffsets(Model):
     """Rotates every row by the first row's position, as a public version did."""
 
-    def _rotate(self, x: mx.array, positions: mx.array) -> mx.array:
-        return super()._rotate(x, mx.broadcast_to(positions[:1], positions.shape))
+    def _rotate(self, x: mx.array, feed: Feed) -> mx.array:
+        cosines, sines = (mx.broadcast_to(part[:1], part.shape) for part in feed.turns)
+        return super()._rotate(x, replace(feed, turns=(cosines, sines)))
+
+
+class Holding(Model):
+    """Reads the pools as they were once more after they are written, so that they are copied."""
+
+    def hidden(self, feed: Feed, cache: Cache, routes: list[mx.array] | None = None) -> mx.array:
+        before = [pool[:1].sum() for pool in cache.keys.values()]
+        return super().hidden(feed, cache, routes) + 0 * sum(before)
 
 
 class Hot(Model):
@@ -49,7 +59,12 @@ def made(kind: type[Model]) -> Model:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(WrongOffsets, "rows of a batch: logits"), (Hot, "arithmetic: a logprob is 0.0"), (NotANumber, "arithmetic: a logprob is inf nats")],
+    [
+        (WrongOffsets, "rows of a batch: logits"),
+        (Holding, "pages in place: 8 steps"),
+        (Hot, "arithmetic: a logprob is 0.0"),
+        (NotANumber, "arithmetic: a logprob is inf nats"),
+    ],
 )
 def test_a_planted_fault_is_named(kind: type[Model], words: str) -> None:
     verdict = selftest.run(lambda: made(kind))
@@ -69,7 +84,7 @@ def test_weights_that_are_copied_are_named() -> None:
 def test_as_a_program_it_prints_json() -> None:
     done = subprocess.run([sys.executable, "-m", "worker_mac.selftest"], capture_output=True, text=True, timeout=50, cwd=PROJECT_ROOT)
     found = json.loads(done.stdout)
-    assert (done.returncode, found["fault"], len(found["findings"])) == (0, "", 3)
+    assert (done.returncode, found["fault"], len(found["findings"])) == (0, "", 4)
     assert found["fingerprint"] == selftest.run().fingerprint
 
 

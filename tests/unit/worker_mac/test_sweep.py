@@ -3,29 +3,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from metal.reference import PAGE_TOKENS
 from stoa.rollouts.records import Episode, Fingerprint, Group
 from stoa.rollouts.shard import decode_group, encode_group
 from tests.unit.worker_mac.policies import TINY, model_of, random_state
 from tests.unit.worker_mac.reference import logprobs as reference_logprobs
-from tests.unit.worker_mac.tasks import Dialogue, ScriptedRows
-from worker_mac.decoder import Decoder
+from tests.unit.worker_mac.tasks import Dialogue, Fixed, ScriptedRows, play
+from worker_mac.pages import Pages, PoolKey
 from worker_mac.sampler import seed_of
-from worker_mac.sweep import Casting, Played, Sweep
+from worker_mac.sweep import Casting, Played, Sweep, cast
 
 STATE = random_state(TINY, spread=0.08)
 MODEL = model_of(TINY, STATE)
 GROUPS = [Casting(group, str(group), seed_of("sweep", group, episode)) for group in range(8) for episode in range(8)]
 
 
-def play(rows: object, environment: Dialogue, castings: list[Casting]) -> tuple[Played, dict[int, list[Episode]]]:
-    found: dict[int, list[Episode]] = {}
-    played = Sweep(rows, environment, castings, found.__setitem__).play()
-    return played, found
-
-
 @pytest.fixture(scope="module")
 def whole() -> tuple[Played, dict[int, list[Episode]]]:
-    return play(Decoder(MODEL), Dialogue(), GROUPS)
+    return play(MODEL, Dialogue(), GROUPS)
 
 
 def test_every_group_comes_whole_and_counts_are_honest(whole: tuple[Played, dict[int, list[Episode]]]) -> None:
@@ -69,7 +64,7 @@ def test_episodes_are_prefixes_of_themselves_and_marked_where_sampled(whole: tup
 
 def test_an_episode_alone_is_the_same_as_in_a_batch_of_64(whole: tuple[Played, dict[int, list[Episode]]]) -> None:
     for index in (0, 9, 27, 38, 63):
-        _, alone = play(Decoder(MODEL, feed_tokens=3), Dialogue(), [GROUPS[index]])
+        _, alone = play(MODEL, Dialogue(), [GROUPS[index]], pace=Fixed(3))
         (found,), wanted = alone[index // 8], whole[1][index // 8][index % 8]
         np.testing.assert_array_equal(found.ids, wanted.ids)
         np.testing.assert_array_equal(found.logprobs, wanted.logprobs)
@@ -84,7 +79,7 @@ def test_logprobs_are_those_of_a_float64_forward_over_the_whole_episode(whole: t
 
 
 def test_recorded_routing_is_that_of_a_float64_forward_and_survives_bytes(whole: tuple[Played, dict[int, list[Episode]]]) -> None:
-    _, found = play(Decoder(MODEL, feed_tokens=5, record_routing=True), Dialogue(), GROUPS)
+    _, found = play(MODEL, Dialogue(), GROUPS, pace=Fixed(50), record_routing=True)
     for group, index in ((0, 3), (5, 0), (7, 6)):
         episode = found[group][index]
         np.testing.assert_array_equal(episode.ids, whole[1][group][index].ids)
@@ -122,19 +117,25 @@ def test_groups_are_handed_over_while_one_episode_is_held_open() -> None:
     rows = countdown({first_id(q): 116 if q == 0 else 16 + q for q in range(8)})
     handed: list[tuple[int, int]] = []
     environment = Dialogue(num_turns=1, max_turn_tokens=120, stop_ids=frozenset({0}))
-    sweep = Sweep(rows, environment, GROUPS, lambda group, _: handed.append((group, len(rows.steps))))
+
+    class Watched(dict):
+        def __setitem__(self, group: int, _: object) -> None:
+            handed.append((group, len(rows.steps)))
+
+    pages = Pages(400, PoolKey(0, "", PAGE_TOKENS, ""))
+    sweep = Sweep(rows, cast(environment, GROUPS, pages, max_rows=64), environment, GROUPS, Watched().__setitem__)
     assert sweep.play().ended
     assert [group for group, _ in handed] == [1, 2, 3, 4, 5, 6, 7, 0]
-    assert handed[6][1] <= 12
-    assert handed[7][1] == 111
+    # One step for the prompts; a group's first token comes from the second.
+    assert handed[6][1] <= 13
+    assert handed[7][1] == 112
 
 
 def test_ended_rows_leave_the_batch() -> None:
     rows = countdown({first_id(q): 60 if q == 0 else 16 for q in range(8)})
     play(rows, Dialogue(num_turns=1, max_turn_tokens=100, stop_ids=frozenset({0})), GROUPS)
-    assert rows.steps[0] == 64
+    assert rows.steps[:2] == [0, 64]
     assert rows.steps[-1] == 8
-    assert len(rows.fed) == 8
 
 
 def test_a_turn_without_its_stop_ends_at_the_turn_limit() -> None:
@@ -162,7 +163,7 @@ def test_an_environment_that_never_ends_meets_the_turn_limit() -> None:
 def test_an_episode_lost_to_infrastructure_is_no_sample() -> None:
     environment = Dialogue()
     environment.faults = {"3"}
-    played, found = play(Decoder(MODEL), environment, GROUPS)
+    played, found = play(MODEL, environment, GROUPS)
     assert (played.num_episodes, played.num_lost) == (64, 8)
     assert found[3] == []
     assert all(len(found[group]) == 8 for group in range(8) if group != 3)
@@ -170,12 +171,42 @@ def test_an_episode_lost_to_infrastructure_is_no_sample() -> None:
 
 def test_a_sweep_that_is_broken_off_hands_over_only_whole_groups() -> None:
     rows = countdown({first_id(q): 116 if q == 0 else 16 for q in range(8)})
-    found: dict[int, list[Episode]] = {}
     environment = Dialogue(num_turns=1, max_turn_tokens=120, stop_ids=frozenset({0}))
-    played = Sweep(rows, environment, GROUPS, found.__setitem__).play(lambda: len(rows.steps) >= 50)
+    played, found = play(rows, environment, GROUPS, should_stop=lambda: len(rows.steps) >= 50)
     assert not played.ended
     assert sorted(found) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_nothing_to_play_ends_at_once() -> None:
     assert play(ScriptedRows(lambda fed: 0), Dialogue(), []) == (Played(True, 0, 0, 0, 0, 0.0, 0, pytest.approx(0, abs=1)), {})
+
+
+def test_an_episode_is_bit_identical_alone_in_64_in_any_order_and_parked_and_resumed(
+    whole: tuple[Played, dict[int, list[Episode]]],
+) -> None:
+    """Tokens and logprobs; the pools here are so small that episodes are parked, and the budgets cut stretches anywhere."""
+    longest = -(-Dialogue().limits.max_episode_tokens // PAGE_TOKENS)
+    backwards = GROUPS[::-1]
+    ways = {
+        "parked": play(MODEL, Dialogue(), GROUPS, num_pages=longest + 2 + 25, record_routing=True),
+        "parked, a few tokens a step": play(MODEL, Dialogue(), GROUPS[:32], num_pages=longest + 2 + 9, pace=Fixed(11)),
+        "in the other order, nine at a time": play(MODEL, Dialogue(), backwards, max_rows=9, pace=Fixed(37)),
+        "in sixteens, as on a GPU": play(MODEL, Dialogue(), GROUPS[20:60], pad_to=16),
+    }
+    for way in list(ways)[:2]:
+        assert ways[way][0].num_parked > 0, way
+    for way, (played, found) in ways.items():
+        assert played.ended, way
+        for group, episodes in found.items():
+            wanted = whole[1][group]
+            if way.startswith("in the other"):
+                wanted = wanted[::-1]
+            if way.startswith("in sixteens") and len(episodes) < 8:
+                wanted = wanted[4:] if group == 2 else wanted[:4]
+            for episode, one in zip(episodes, wanted, strict=True):
+                np.testing.assert_array_equal(episode.ids, one.ids, err_msg=way)
+                np.testing.assert_array_equal(episode.logprobs, one.logprobs, err_msg=way)
+    _, recorded = play(MODEL, Dialogue(), GROUPS, record_routing=True)
+    for group, episodes in ways["parked"][1].items():
+        for episode, one in zip(episodes, recorded[group], strict=True):
+            np.testing.assert_array_equal(episode.routing, one.routing)

@@ -12,7 +12,7 @@ from stoa.weights.pulse import Change, Counts
 from stoa.weights.state import WeightState
 from tests.unit.weights.changes import GOLDEN, golden_arrays, golden_layout
 from tests.unit.worker_mac.policies import TINY, random_state
-from worker_mac.decoder import Decoder
+from worker_mac.forced import Forced
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
 from worker_mac.weights import LiveWeights, adopt, dequantise
@@ -21,9 +21,7 @@ IDS = np.random.default_rng(5).integers(0, 256, 20).astype(np.int32)
 
 
 def logits(model: Model) -> np.ndarray:
-    rows = Decoder(model)
-    rows.begin([IDS], np.zeros(2, np.intp))
-    return rows.logits(np.full(2, IDS[-1]))
+    return Forced(model, 2, 32).feed([IDS, IDS[::-1]])
 
 
 GRID = np.load(Path(__file__).parents[2] / "golden" / "grid.npz")
