@@ -21,8 +21,10 @@ from stoa.config.load import torchrun_launch
 from trainer_gpu.layout import DATA_PARALLEL, Layout, destroy_layout, initialize_layout, is_initialized
 
 HAS_CUDA = torch.cuda.is_available()
-COLLECTIVE_SECONDS: Final = 1800.0
-"""Longest that a rank waits for another inside a command: one may upload while the rest has nothing to do."""
+COLLECTIVE_SECONDS: Final = 600.0
+"""Longest that a rank waits for another in the middle of a step or of reading the weights: beyond it the other is lost."""
+EXCHANGE_SECONDS: Final = 1800.0
+"""The same between two parts of a command: one rank may upload while the rest has nothing to do."""
 
 _Value = TypeVar("_Value")
 _host_groups: list[dist.ProcessGroup] = []
@@ -64,25 +66,25 @@ def device() -> torch.device:
 def join_processes() -> None:
     """Form the process group. A second call does nothing.
 
-    A process that torchrun did not start forms a group of one over an in-memory store. Gloo is kept on the loopback
-    interface as long as all processes are on this host, so that nothing listens on another address.
+    A process that torchrun did not start forms a group of one over an in-memory store. Gloo and NCCL are kept on the
+    loopback interface as long as all processes are on this host, so that nothing listens on another address; NCCL's data
+    goes between GPUs.
     """
     if dist.is_initialized():
         return
     backend = "nccl" if HAS_CUDA else "gloo"
-    limit = timedelta(seconds=COLLECTIVE_SECONDS)
     launch = torchrun_launch()
     if launch is None:
-        os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
+        _stay_on_loopback()
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         return
     if launch.num_local == launch.num_ranks:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+        _stay_on_loopback()
     if HAS_CUDA:
         torch.cuda.set_device(launch.local_rank)
-    dist.init_process_group(backend, timeout=limit)
-    _host_groups.append(cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit)))
+    dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    _host_groups.append(cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=EXCHANGE_SECONDS))))
 
 
 def setup_process(num_threads: int = 1, seed: int = 0, layout: Layout = DATA_PARALLEL) -> None:
@@ -103,7 +105,7 @@ def setup_process(num_threads: int = 1, seed: int = 0, layout: Layout = DATA_PAR
     torch.manual_seed(seed)
     if not HAS_CUDA:
         _pretend_cuda()
-    initialize_layout(layout, seed)
+    initialize_layout(layout, seed, wait_seconds=COLLECTIVE_SECONDS)
 
 
 def teardown_process() -> None:
@@ -177,7 +179,8 @@ def _pretend_cuda() -> None:
     torch.compiler.set_stance("force_eager")
 
 
-def _loopback_interface() -> str:
-    """`lo` on Linux, `lo0` on macOS."""
+def _stay_on_loopback() -> None:
+    """Tell both libraries of the interface: `lo` on Linux, `lo0` on macOS."""
     names = [name for _, name in socket.if_nameindex()]
-    return next(name for name in ("lo", "lo0") if name in names)
+    interface = next(name for name in ("lo", "lo0") if name in names)
+    os.environ.update({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface})

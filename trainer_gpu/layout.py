@@ -5,6 +5,7 @@ Layouts that are known to train wrongly are refused here. Assumes the process gr
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -44,10 +45,17 @@ def check_layout(layout: Layout, world_size: int) -> None:
         raise LayoutError(f"expert parallelism {layout.expert} does not divide {world_size} processes", hint=hint)
 
 
-def initialize_layout(layout: Layout, seed: int) -> None:
-    """Set up Megatron's process groups for `layout`, and its CUDA generators where there is CUDA. Raises LayoutError."""
+def initialize_layout(layout: Layout, seed: int, *, wait_seconds: float) -> None:
+    """Set up Megatron's process groups for `layout`, and its CUDA generators where there is CUDA. Raises LayoutError.
+
+    wait_seconds: longest that a process waits for another in one of these groups.
+    """
     check_layout(layout, dist.get_world_size())
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=layout.expert, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=layout.expert,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=cast(int, wait_seconds / 60),
+    )
     if torch.cuda.is_available():
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

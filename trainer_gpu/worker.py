@@ -4,8 +4,8 @@ It waits for whatever is not there yet (the bucket, the run, Temporal, its names
 each lease it wins on the lease's own queue, and keeps the control child (workflows and grants) alive beside it. It ends
 when it is asked to; nothing listens on a port. What a step does is the engine's business.
 
-On several GPUs: `torchrun --nproc-per-node N -m trainer_gpu.worker [CONFIG]`. Rank 0 does all of the above; the other
-ranks follow it (`follower.py`) and end with it.
+On several GPUs: `python -m trainer_gpu.ranks --nproc-per-node N [CONFIG]`, or torchrun. Rank 0 does all of the above;
+the other ranks follow it (`follower.py`) and end with it.
 """
 
 import argparse
@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None, *, make_engine: "MakeEngine | N
     options = read_options(arguments)
     launch = torchrun_launch()
     telemetry.configure(worker="trainer" if launch is None else f"trainer-{launch.rank}")
+    _hush()
     try:
         require_extra()
         if launch is not None and launch.num_ranks > 1:
@@ -83,6 +84,12 @@ def main(arguments: Sequence[str] | None = None, *, make_engine: "MakeEngine | N
         _log.exception("worker_crashed")
         return 1
     return 0
+
+
+def _hush() -> None:
+    """What libraries say at length and nobody here can act on: accelerations that are not installed, names that will change."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
 
 
 def _work(options: Options, crew: "Crew | None" = None, *, make_engine: "MakeEngine | None" = None) -> None:
@@ -201,8 +208,6 @@ class _Worker:
             await asyncio.to_thread(engine.close)
 
     def _make_engine(self, handle: RunHandle, on_lease: Callable[[Acquired | None], None]) -> "TrainerEngine":
-        # It says at length that optional accelerations are not installed.
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         from trainer_gpu.crew import alone  # noqa: PLC0415
         from trainer_gpu.engine import TrainerEngine  # noqa: PLC0415 - torch is loaded once there is a run to train
 

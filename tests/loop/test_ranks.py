@@ -1,4 +1,4 @@
-"""A trainer of two ranks under torchrun, end to end: it trains, is asked to end in the middle, and another one goes on."""
+"""A trainer of two ranks, end to end: it trains, is asked to end in the middle, and another one goes on."""
 
 import json
 import signal
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.loop.test_by_hand import SHORT, Desk
-from tests.servers import bucket_server, free_ports
+from tests.servers import bucket_server
 
-RANKS = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+RANKS = ["-m", "trainer_gpu.ranks", "--nproc-per-node", "2"]
 LEARN = ["--set", "rollout.record_routing=true", "--set", "evaluation.every_versions=0", "--set", "learning.micro_batch_tokens=1024"]
 
 
@@ -25,8 +25,8 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     desk.close()
 
 
-def torchrun(desk: Desk, name: str) -> subprocess.Popen[bytes]:
-    return desk.start(name, sys.executable, *RANKS, "--master-port", str(free_ports(1)[0]), "-m", "trainer_gpu.worker")
+def pair_of_ranks(desk: Desk, name: str) -> subprocess.Popen[bytes]:
+    return desk.start(name, sys.executable, *RANKS)
 
 
 def events(log: Path) -> list[dict[str, object]]:
@@ -45,7 +45,7 @@ def test_two_ranks_train_a_run_and_another_pair_goes_on_after_sigterm(desk: Desk
     with bucket_server(tmp_path / "bucket", ports=desk.bucket_ports):
         desk.temporal()
         desk.worker("worker_mac")
-        pair = torchrun(desk, "first")
+        pair = pair_of_ranks(desk, "first")
         answers: list[subprocess.CompletedProcess[str]] = []
         run = threading.Thread(target=lambda: answers.append(desk.stoa("run", *SHORT, *LEARN, "--set", "stop.max_steps=8", seconds=270)))
         run.start()
@@ -61,7 +61,7 @@ def test_two_ranks_train_a_run_and_another_pair_goes_on_after_sigterm(desk: Desk
         assert "worker_ended" in said and "follower_ended" in said, "both ranks ended by themselves"
         assert not {"rank_lost", "leader_lost", "worker_crashed", "lease_not_served"} & set(said)
 
-        torchrun(desk, "second")
+        pair_of_ranks(desk, "second")
         run.join(200)
         assert answers, (tmp_path / "second.log").read_text()[-3000:]
         assert answers[0].returncode == 0, answers[0].stderr + answers[0].stdout
