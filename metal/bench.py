@@ -15,14 +15,14 @@ import mlx.core as mx
 import numpy as np
 
 from metal import roofline
-from metal.attention import PAGE, AttentionKernel, Paged, PrefixKernel, attend_plain, share
-from metal.check import MOST_MEMBERS
-from metal.conv import ConvKernel, conv_plain
-from metal.experts import ExpertsKernel, experts_plain
-from metal.head import HeadKernel, head_plain
-from metal.int8 import Int8
+from metal.attention import AttentionKernel, PrefixKernel, group_rows
+from metal.check import Tiled
+from metal.conv import ConvKernel
+from metal.experts import ExpertsKernel
+from metal.head import HeadKernel
 from metal.kernels import Launcher, launch_on_metal, metal_works
-from metal.routing import RouterKernel, RouterRule, Routing, order_plain, route_plain
+from metal.reference import PAGE_TOKENS, Int8, attend_plain, convolve_plain, draw_plain, experts_plain
+from metal.routing import RouterKernel, RouterRule, route_plain
 
 NAMES = {"K1": "experts", "K2": "head", "K3": "attention", "K4": "router", "K5": "prefix", "K6": "conv"}
 _CALLS_A_TRY = 8
@@ -122,47 +122,46 @@ def _experts(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> 
     matrices = (_matrix(*up), _matrix(*up), _matrix(shape.num_experts, shape.hidden, shape.inner))
     chosen = np.argsort(np.random.default_rng(0).random((step.rows, shape.num_experts)), axis=1)[:, : shape.top_k]
     experts = mx.array(chosen.astype(np.uint32))
-    routing = Routing(experts, mx.ones(experts.shape), experts.astype(mx.uint8), *order_plain(experts, shape.num_experts))
-    mx.eval(*routing)
-    return lambda: kernel(x, routing, *matrices), lambda: experts_plain(x, routing, *matrices, sort=True), shape.moe_layers
+    weights = mx.ones(experts.shape)
+    return (
+        lambda: kernel(x, experts, weights, *matrices),
+        lambda: experts_plain(x, experts, weights, *matrices, sort=True),
+        shape.moe_layers,
+    )
 
 
 def _head(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
     kernel, x, embedding = HeadKernel(launcher), _numbers(step.rows, shape.hidden), _matrix(shape.vocab, shape.hidden)
-    keys = mx.array(np.arange(step.rows, dtype=np.uint64))
-    positions = mx.arange(step.rows, dtype=mx.int64)
-    return lambda: kernel(x, embedding, keys, positions), lambda: head_plain(x, embedding, keys, positions), 1
+    uniform = mx.arange(step.rows) / step.rows
+    return lambda: kernel(x, embedding, uniform), lambda: draw_plain(x, embedding, uniform), 1
 
 
-def _pages(shape: roofline.Shape, step: roofline.Step, num_shared: int) -> tuple[mx.array, Paged]:
-    a_row, shared = -(-step.tokens // PAGE), num_shared // PAGE
+def _tiles(shape: roofline.Shape, step: roofline.Step, num_tokens: int, num_shared: int) -> Tiled:
+    """Rows of `num_tokens` tokens of which `num_shared` are in the same pages for each group."""
+    a_row, shared = -(-num_tokens // PAGE_TOKENS), num_shared // PAGE_TOKENS
     ids = np.arange(step.rows * a_row, dtype=np.int32).reshape(step.rows, a_row)
-    first = np.arange(step.rows) // step.group_rows * step.group_rows
-    ids[:, :shared] = ids[first, :shared]
-    pool = (ids.size, shape.num_kv_heads, PAGE, shape.head_size)
-    lengths = mx.full((step.rows,), step.tokens, mx.int32)
-    q = _numbers(step.rows, shape.num_heads, shape.head_size)
-    return q, Paged(_numbers(*pool), _numbers(*pool), mx.array(ids), lengths, step.tokens)
+    ids[:, :shared] = ids[np.arange(step.rows) // step.group_rows * step.group_rows, :shared]
+    pool = (ids.size, shape.num_kv_heads, PAGE_TOKENS, shape.head_size)
+    queries = _numbers(step.rows, 1, shape.num_heads, shape.head_size)
+    return queries, _numbers(*pool), _numbers(*pool), mx.array(ids), mx.full((step.rows, 1), num_tokens, mx.int32)
 
 
 def _attention(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
     kernel, scale = AttentionKernel(launcher), shape.head_size**-0.5
-    q, paged = _pages(shape, step, 0)
-    return lambda: kernel(q, paged, scale), lambda: attend_plain(q, paged, scale), shape.attention_layers
+    tiles = _tiles(shape, step, step.tokens, 0)
+    return lambda: kernel(*tiles, scale), lambda: attend_plain(*tiles, scale), shape.attention_layers
 
 
 def _prefix(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
     """The shared tokens alone: once a group by K5, or once a row by K3."""
     kernel, alone, scale = PrefixKernel(launcher), AttentionKernel(launcher), shape.head_size**-0.5
-    q, paged = _pages(shape, step, step.shared_tokens)
-    num_groups = step.rows // step.group_rows
-    members = [list(range(g * step.group_rows, (g + 1) * step.group_rows)) for g in range(num_groups)]
-    groups = share(members, [step.shared_tokens] * num_groups, step.rows, MOST_MEMBERS)
+    tiles = _tiles(shape, step, step.shared_tokens + 1, step.shared_tokens)
+    prompts = np.full(step.rows, step.shared_tokens, np.int32)
+    groups = group_rows(np.array(tiles[3]), np.array(tiles[4]), prompts, step.group_rows)
     if groups is None:
         raise ValueError(f"no page is shared by rows that share {step.shared_tokens} tokens")
-    only_shared = paged._replace(lengths=groups.starts, most_tokens=groups.most_tokens)
     none = mx.zeros_like(groups.starts)
-    return lambda: kernel(q, paged, groups, scale), lambda: alone.pieces(q, only_shared, none, scale), shape.attention_layers
+    return lambda: kernel(*tiles, scale, groups), lambda: alone.pieces(*tiles, none, scale), shape.attention_layers
 
 
 def _router(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
@@ -173,9 +172,8 @@ def _router(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> P
 
 def _conv(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
     kernel, projected = ConvKernel(launcher), _numbers(step.rows, 3 * shape.hidden)
-    tails, taps = _numbers(step.rows, shape.conv_kernel - 1, shape.hidden), _numbers(shape.hidden, shape.conv_kernel)
-    active = mx.ones((step.rows,), mx.bool_)
-    return lambda: kernel(projected, tails, taps, active), lambda: conv_plain(projected, tails, taps, active), shape.conv_layers
+    tails, taps = _numbers(step.rows, shape.conv_kernel - 1, shape.hidden), _numbers(shape.hidden, shape.conv_kernel, 1)
+    return lambda: kernel(projected, tails, taps), lambda: convolve_plain(projected, tails, taps), shape.conv_layers
 
 
 _PAIRS: dict[str, Callable[[roofline.Shape, roofline.Step, Launcher], Pair]] = {

@@ -14,19 +14,17 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from metal.attention import PAGE, AttentionKernel, Paged, PrefixKernel, attend_plain, share
-from metal.conv import ConvKernel, conv_plain
-from metal.experts import ExpertsKernel, experts_plain
-from metal.head import HeadKernel, head_plain
-from metal.int8 import Int8
+from metal.attention import MOST_QUERIES, AttentionKernel, PrefixKernel, group_rows
+from metal.conv import ConvKernel
+from metal.experts import ExpertsKernel
+from metal.head import HeadKernel
 from metal.kernels import Launcher, launch_on_metal
-from metal.routing import RouterKernel, RouterRule, Routing, order_plain, route_plain
+from metal.reference import PAGE_TOKENS, Int8, attend_plain, convolve_plain, draw_plain, experts_plain
+from metal.routing import OrderKernel, RouterKernel, RouterRule, order_plain, route_plain
 from stoa.contracts.errors import KernelArgumentsError
 
 KERNELS: Final = ("experts", "head", "attention", "router", "prefix", "conv")
 """The parts of a model that a kernel may compute: K1 to K6."""
-MOST_MEMBERS: Final = 8
-"""Episodes of a group, at most."""
 _TOLERANCES: Final = {mx.float32: 2e-3, mx.bfloat16: 3e-2, mx.float16: 5e-3}
 """|difference| over the root of the mean square. A fault is above; reduced-precision matrix units and roundings are below."""
 _SPREAD: Final = 2.0**-9
@@ -45,6 +43,14 @@ class Dims:
     head_size: int
     conv_kernel: int
     dtype: mx.Dtype
+    """Of activations."""
+    pool_dtype: mx.Dtype
+    """Of keys and values."""
+
+    @property
+    def group_rows(self) -> int:
+        """Rows that the kernel of shared prompts takes at a time."""
+        return max(1, min(8, MOST_QUERIES // max(1, self.num_heads // self.num_kv_heads)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +89,20 @@ def _check_experts(dims: Dims, launcher: Launcher) -> str:
         order = np.argsort(-(liking + numbers.gumbel(0, 1, (num_tokens, num_experts))), axis=1)
         experts = mx.array(order[:, : dims.top_k].astype(np.uint32))
         weights = mx.array(numbers.integers(1, 9, (num_tokens, dims.top_k)).astype(np.float32) / 8)
-        routing = Routing(experts, weights, experts.astype(mx.uint8), *order_plain(experts, num_experts))
-        wanted = experts_plain(x.astype(mx.float32), routing, *matrices)
-        if fault := _differ("outputs", kernel(x, routing, *matrices), wanted):
+        wanted = experts_plain(x.astype(mx.float32), experts, weights, *matrices)
+        if fault := _differ("outputs", kernel(x, experts, weights, *matrices), wanted):
             return f"{fault} at {num_tokens} tokens"
     return ""
 
 
 def _check_head(dims: Dims, launcher: Launcher) -> str:
     numbers, kernel = np.random.default_rng(2), HeadKernel(launcher)
-    for num_rows, num_words in ((2, 4300), (9, 33), (65, 300)):
+    for num_rows, num_words in ((7, 4300), (1, 33), (65, 300)):
         x, embedding = _short(numbers, (num_rows, dims.hidden), dims.dtype), _matrix(numbers, num_words, dims.hidden)
-        keys = mx.array(numbers.integers(0, 1 << 63, num_rows).astype(np.uint64))
-        positions = mx.array(numbers.integers(0, 1 << 20, num_rows))
-        tokens, logprobs = kernel(x, embedding, keys, positions)
-        wanted = head_plain(x, embedding, keys, positions)
+        spread = (np.arange(num_rows) + numbers.random(num_rows)) / num_rows
+        uniform = mx.array(np.floor(spread * (1 << 23)).astype(np.float32) / (1 << 23))
+        tokens, logprobs = kernel(x, embedding, uniform)
+        wanted = draw_plain(x, embedding, uniform)
         if not mx.array_equal(tokens, wanted[0]).item():
             return f"other tokens at {num_rows} rows"
         if fault := _differ("logprobs", logprobs, wanted[1]):
@@ -106,27 +111,24 @@ def _check_head(dims: Dims, launcher: Launcher) -> str:
 
 
 def _check_attention(dims: Dims, launcher: Launcher) -> str:
-    numbers, kernel = np.random.default_rng(3), AttentionKernel(launcher)
-    for lengths in ([1], [33, 512, 64], [1100, 31]):
-        q, paged = _rows(numbers, dims, lengths)
-        if fault := _differ("outputs", kernel(q, paged, dims.head_size**-0.5), _attend(q, paged, dims)):
+    numbers, kernel, scale = np.random.default_rng(3), AttentionKernel(launcher), dims.head_size**-0.5
+    for lengths in ([[1]], [[33, 34], [512, 513], [64, 65]], [[1100], [31]]):
+        tiles = _tiles(numbers, dims, lengths)
+        if fault := _differ("outputs", kernel(*tiles, scale), _attend(tiles, scale)):
             return f"{fault} at rows of {lengths} tokens"
     return ""
 
 
 def _check_prefix(dims: Dims, launcher: Launcher) -> str:
-    numbers, kernel, own = np.random.default_rng(4), PrefixKernel(launcher), AttentionKernel(launcher)
-    for lengths, members, prompts in (
-        ([40], [[0]], [32]),
-        ([70, 3, 97], [[2, 0]], [64]),
-        ([700, 600, 70, 90], [[0, 1], [3, 2]], [576, 40]),
-    ):
-        q, paged = _rows(numbers, dims, lengths, shared=list(zip(members, prompts, strict=True)))
-        groups, scale = share(members, prompts, len(lengths), MOST_MEMBERS), dims.head_size**-0.5
+    numbers, kernel, own, scale = np.random.default_rng(4), PrefixKernel(launcher), AttentionKernel(launcher), dims.head_size**-0.5
+    cases = (([[40]], [32]), ([[70], [3], [97]], [64, 0, 64]), ([[700, 701], [600, 601], [30, 31], [90, 91]], [576, 576, 40, 70]))
+    for lengths, prompts in cases:
+        tiles = _tiles(numbers, dims, lengths, prompts)
+        groups = group_rows(np.array(tiles[3]), np.array(lengths, np.int32), np.array(prompts, np.int32), dims.group_rows)
         if groups is None:
-            raise AssertionError("these groups share pages")
-        got = own(q, paged, scale, shared=(groups, kernel(q, paged, groups, scale)))
-        if fault := _differ("outputs", got, _attend(q, paged, dims)):
+            raise AssertionError("these rows share pages")
+        got = own(*tiles, scale, shared=(groups, kernel(*tiles, scale, groups)))
+        if fault := _differ("outputs", got, _attend(tiles, scale)):
             return f"{fault} at rows of {lengths} tokens"
     return ""
 
@@ -134,7 +136,7 @@ def _check_prefix(dims: Dims, launcher: Launcher) -> str:
 def _check_router(dims: Dims, launcher: Launcher) -> str:
     if not dims.num_experts:
         return "this model has no experts"
-    numbers, kernel = np.random.default_rng(5), RouterKernel(launcher)
+    numbers, kernel, order = np.random.default_rng(5), RouterKernel(launcher), OrderKernel(launcher)
     for num_tokens, normalise in ((1, True), (37, False), (64, True)):
         rule = RouterRule(dims.num_experts, dims.top_k, normalise, 1.0 if normalise else 2.5)
         x = _short(numbers, (num_tokens, dims.hidden), dims.dtype)
@@ -142,26 +144,26 @@ def _check_router(dims: Dims, launcher: Launcher) -> str:
         gate[numbers.integers(1, dims.num_experts, dims.num_experts // 2).tolist()] = gate[0]  # experts that tie
         bias = mx.array(numbers.integers(0, 3, dims.num_experts).astype(np.float32) / 2)
         got, wanted = kernel(x, gate, bias, rule), route_plain(x, gate, bias, rule)
-        for name in ("experts", "record", "order", "offsets", "counts"):
-            if not mx.array_equal(getattr(got, name), getattr(wanted, name)).item():
-                return f"other {name} at {num_tokens} tokens"
+        if not mx.array_equal(got.experts, wanted.experts).item() or not mx.array_equal(got.record, wanted.record).item():
+            return f"other experts at {num_tokens} tokens"
+        found, right = order(got.experts, dims.num_experts), order_plain(wanted.experts, dims.num_experts)
+        if not all(mx.array_equal(one, other).item() for one, other in zip(found, right, strict=True)):
+            return f"another order at {num_tokens} tokens"
         if fault := _differ("weights", got.weights, wanted.weights):
             return f"{fault} at {num_tokens} tokens"
     return ""
 
 
 def _check_conv(dims: Dims, launcher: Launcher) -> str:
+    """To the bit: tokens that are fed several at a time go through plain ops."""
     numbers, kernel = np.random.default_rng(6), ConvKernel(launcher)
-    taps = _short(numbers, (dims.hidden, dims.conv_kernel), dims.dtype)
+    taps = _normal(numbers, (dims.hidden, dims.conv_kernel, 1), dims.dtype)
     for num_rows in (1, 5, 64):
-        projected = _short(numbers, (num_rows, 3 * dims.hidden), dims.dtype)
-        tails = _short(numbers, (num_rows, dims.conv_kernel - 1, dims.hidden), dims.dtype)
-        active = mx.array(numbers.random(num_rows) < 0.7)  # pyright: ignore[reportArgumentType] - MLX takes bools
-        got = kernel(projected, tails, taps, active)
-        wanted = conv_plain(projected.astype(mx.float32), tails.astype(mx.float32), taps.astype(mx.float32), active)
-        for name, one, other in zip(("outputs", "tails"), got, wanted, strict=True):
-            if fault := _differ(name, one, other):
-                return f"{fault} at {num_rows} rows"
+        x = _normal(numbers, (num_rows, 3 * dims.hidden), dims.dtype)
+        tails = _normal(numbers, (num_rows, dims.conv_kernel - 1, dims.hidden), dims.dtype)
+        for name, one, other in zip(("outputs", "tails"), kernel(x, tails, taps), convolve_plain(x, tails, taps), strict=True):
+            if not mx.array_equal(one, other).item():
+                return f"other {name} at {num_rows} rows"
     return ""
 
 
@@ -195,32 +197,41 @@ def _matrix(numbers: np.random.Generator, *shape: int) -> Int8:
     return Int8(mx.array(codes.view(np.uint32)), mx.full(groups, _SPREAD, mx.bfloat16), mx.full(groups, -128 * _SPREAD, mx.bfloat16))
 
 
-def _rows(
-    numbers: np.random.Generator, dims: Dims, lengths: list[int], *, shared: list[tuple[list[int], int]] | None = None
-) -> tuple[mx.array, Paged]:
-    """Queries of rows over shuffled pages; what no row holds is NaN."""
-    counts = [-(-length // PAGE) for length in lengths]
+def _normal(numbers: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    return mx.array(numbers.normal(0, 1, shape).astype(np.float32)).astype(dtype)
+
+
+Tiled = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
+"""queries, keys, values, tables, lengths, as `attend_plain` takes them."""
+
+
+def _tiles(numbers: np.random.Generator, dims: Dims, lengths: list[list[int]], prompts: list[int] | None = None) -> Tiled:
+    """Tiles over shuffled pages; the whole pages of equal prompts are the same. What no row holds is a large number."""
+    counts = [-(-max(its) // PAGE_TOKENS) for its in lengths]
+    num_pages = sum(counts) + 2
     table = np.zeros((len(lengths), max(counts)), np.int32)
-    free = numbers.permutation(sum(counts) + 2).tolist()
-    for row, count in enumerate(counts):
-        table[row, :count] = [free.pop() for _ in range(count)]
-    for members, prompt in shared or []:
-        for row in members[1:]:
-            table[row, : prompt // PAGE] = table[members[0], : prompt // PAGE]
-    pool = (sum(counts) + 2, dims.num_kv_heads, PAGE, dims.head_size)
-    held = np.zeros(pool[0] * PAGE, bool)
-    for row, length in enumerate(lengths):
-        places = np.arange(length)
-        held[table[row, places // PAGE] * PAGE + places % PAGE] = True
-    keys, values = (_blank(_short(numbers, pool, dims.dtype), held.reshape(pool[0], 1, PAGE, 1)) for _ in range(2))
-    q = _short(numbers, (len(lengths), dims.num_heads, dims.head_size), dims.dtype)
-    return q, Paged(keys, values, mx.array(table), mx.array(np.array(lengths, np.int32)), max(lengths))
+    free = numbers.permutation(num_pages).tolist()
+    owners: dict[int, int] = {}
+    for tile, count in enumerate(counts):
+        prompt = 0 if prompts is None else prompts[tile]
+        whole = prompt // PAGE_TOKENS if max(lengths[tile]) > prompt else 0
+        owner = owners.setdefault(prompt, tile) if whole else tile
+        table[tile, :count] = [free.pop() for _ in range(count)]
+        table[tile, :whole] = table[owner, :whole]
+    held = np.zeros(num_pages * PAGE_TOKENS, bool)
+    for tile, its in enumerate(lengths):
+        places = np.arange(max(its))
+        held[table[tile, places // PAGE_TOKENS] * PAGE_TOKENS + places % PAGE_TOKENS] = True
+    pool = (num_pages, dims.num_kv_heads, PAGE_TOKENS, dims.head_size)
+    keys, values = (_blank(_short(numbers, pool, dims.pool_dtype), held.reshape(num_pages, 1, PAGE_TOKENS, 1)) for _ in range(2))
+    queries = _short(numbers, (len(lengths), len(lengths[0]), dims.num_heads, dims.head_size), dims.dtype)
+    return queries, keys, values, mx.array(table), mx.array(np.array(lengths, np.int32))
 
 
 def _blank(pool: mx.array, held: NDArray[np.bool_]) -> mx.array:
-    return mx.where(mx.array(held.astype(np.uint8)) == 1, pool, mx.array(np.nan, dtype=pool.dtype))
+    return mx.where(mx.array(held.astype(np.uint8)) == 1, pool, mx.array(1e4, dtype=pool.dtype))
 
 
-def _attend(q: mx.array, paged: Paged, dims: Dims) -> mx.array:
-    wide = paged._replace(keys=paged.keys.astype(mx.float32), values=paged.values.astype(mx.float32))
-    return attend_plain(q.astype(mx.float32), wide, dims.head_size**-0.5)
+def _attend(tiles: Tiled, scale: float) -> mx.array:
+    queries, keys, values, tables, lengths = tiles
+    return attend_plain(queries.astype(mx.float32), keys.astype(mx.float32), values.astype(mx.float32), tables, lengths, scale)

@@ -9,20 +9,20 @@ from collections.abc import Callable, Collection
 import mlx.core as mx
 import structlog
 
-from metal.attention import AttentionKernel, Groups, Paged, PrefixKernel, Tails, attend_plain
+from metal.attention import AttentionKernel, Groups, PrefixKernel
 from metal.check import KERNELS, Dims, Verdict, self_check
-from metal.conv import ConvKernel, conv_plain
-from metal.experts import ExpertsKernel, experts_plain
-from metal.head import HeadKernel, head_plain
-from metal.int8 import Int8
+from metal.conv import ConvKernel
+from metal.experts import ExpertsKernel
+from metal.head import HeadKernel
 from metal.kernels import Launcher, launch_on_metal, metal_works
+from metal.reference import Int8, attend_plain, convolve_plain, draw_plain, experts_plain
 from metal.routing import RouterKernel, RouterRule, Routing, route_plain
 
 NO_METAL = "no Metal back end"
 SWITCHED_OFF = "switched off"
 _log = structlog.get_logger(__name__)
 
-LFM25 = Dims(2048, 1792, 32, 4, 32, 8, 64, 3, mx.bfloat16)
+LFM25 = Dims(2048, 1792, 32, 4, 32, 8, 64, 3, mx.bfloat16, mx.bfloat16)
 """LFM2.5-8B-A1B, for a check without a model."""
 
 
@@ -35,11 +35,11 @@ class Ops:
         self._sort_experts = sort_experts
         used = self.kernels
         self._experts = ExpertsKernel(launcher) if "experts" in used else None
-        self._head = HeadKernel(launcher) if "head" in used else None
         self._attention = AttentionKernel(launcher) if "attention" in used else None
-        self._router = RouterKernel(launcher) if "router" in used else None
         self._prefix = PrefixKernel(launcher) if "prefix" in used else None
-        self._conv = ConvKernel(launcher) if "conv" in used else None
+        self._head = HeadKernel(launcher) if "head" in used else draw_plain
+        self._router = RouterKernel(launcher) if "router" in used else route_plain
+        self._conv = ConvKernel(launcher) if "conv" in used else convolve_plain
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -48,42 +48,45 @@ class Ops:
 
     @property
     def name(self) -> str:
-        """For a fingerprint: "metal" if kernels do all they were made for, "plain" if none does, else which do."""
+        """For a fingerprint: "plain" if no kernel computes, "metal" if all do, else "metal" and which do."""
         if not self.kernels:
             return "plain"
-        refused = [verdict for verdict in self.verdicts if not verdict.uses_kernel]
-        return f"metal({','.join(self.kernels)})" if refused else "metal"
+        return "metal" if len(self.kernels) == len(self.verdicts) else f"metal({','.join(self.kernels)})"
 
     @property
-    def shares_prefixes(self) -> bool:
+    def shares_prompts(self) -> bool:
         """True if `attend` gains by being told which rows share a prompt."""
         return self._prefix is not None
 
     def route(self, x: mx.array, gate: mx.array, bias: mx.array, rule: RouterRule) -> Routing:
         """See `route_plain`."""
-        return (self._router or route_plain)(x, gate, bias, rule)
+        return self._router(x, gate, bias, rule)
 
-    def experts(self, x: mx.array, routing: Routing, gate: Int8, up: Int8, down: Int8) -> mx.array:
+    def experts(self, x: mx.array, experts: mx.array, weights: mx.array, gate: Int8, up: Int8, down: Int8) -> mx.array:
         """See `experts_plain`."""
         if self._experts is not None:
-            return self._experts(x, routing, gate, up, down)
-        return experts_plain(x, routing, gate, up, down, sort=self._sort_experts)
+            return self._experts(x, experts, weights, gate, up, down)
+        return experts_plain(x, experts, weights, gate, up, down, sort=self._sort_experts)
 
-    def draw(self, x: mx.array, embedding: Int8, keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """See `head_plain`."""
-        return (self._head or head_plain)(x, embedding, keys, positions)
+    def draw(self, hidden: mx.array, embedding: Int8, uniform: mx.array) -> tuple[mx.array, mx.array]:
+        """See `draw_plain`."""
+        return self._head(hidden, embedding, uniform)
 
-    def attend(self, q: mx.array, paged: Paged, scale: float, groups: Groups | None = None, tails: Tails | None = None) -> mx.array:
-        """See `attend_plain`. `groups` may save work and changes nothing else."""
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, tables: mx.array, lengths: mx.array, scale: float,
+        groups: Groups | None = None,
+    ) -> mx.array:  # fmt: skip
+        """See `attend_plain`. `groups`: what `group_rows` says of these tiles, if prompts are shared."""
         if self._attention is None:
-            return attend_plain(q, paged, scale, tails)
-        if self._prefix is None or groups is None:
-            return self._attention(q, paged, scale, tails)
-        return self._attention(q, paged, scale, tails, shared=(groups, self._prefix(q, paged, groups, scale)))
+            return attend_plain(queries, keys, values, tables, lengths, scale)
+        shared = None
+        if self._prefix is not None and groups is not None:
+            shared = groups, self._prefix(queries, keys, values, tables, lengths, scale, groups)
+        return self._attention(queries, keys, values, tables, lengths, scale, shared=shared)
 
-    def convolve(self, projected: mx.array, tails: mx.array, taps: mx.array, active: mx.array) -> tuple[mx.array, mx.array]:
-        """See `conv_plain`."""
-        return (self._conv or conv_plain)(projected, tails, taps, active)
+    def convolve(self, x: mx.array, tails: mx.array, kernel: mx.array) -> tuple[mx.array, mx.array]:
+        """See `convolve_plain`."""
+        return self._conv(x, tails, kernel)
 
 
 def plain(*, sort_experts: bool = False) -> Ops:

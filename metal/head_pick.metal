@@ -1,13 +1,14 @@
 // K2, second half: draw one word a row by the inverse of the cumulative distribution, and give its log-probability.
 // Uses int8_tile.metal.
 //
-// Grid (128 * R, 1, 1), threadgroup 128: one threadgroup a row. The uniform number is SplitMix64 of the row's key and
-// position, its top 23 bits. Its share of the whole sum falls into one block of 32 words, whose logits are made again with
-// the same operations as in head_partial.metal, hence the same bits; then it falls on one word of that block: the first
+// Grid (128 * R, 1, 1), threadgroup 128: one threadgroup a row. The uniform number is given or, if COUNTED, SplitMix64 of
+// the row's key and position, its top 23 bits. Its share of the whole sum falls into one block of 32 words, whose logits are
+// made again with the same operations as in head_partial.metal, hence the same bits; then it falls on one word of that block: the first
 // whose cumulative sum passes it. A word of probability 0 is never drawn.
 // Inputs: x T [R, D]; codes uint [V, D / 4]; scales, biases bfloat [V, D / 64]; highest, sums float [R, blocks];
-//   keys uint64 [R]; positions int64 [R]; size int [2], blocks and V.
-// Template: int D (a multiple of 64).
+//   uniform float [R], a multiple of 2^-23 below 1, read if not COUNTED; keys uint64 [R] and positions int64 [R], read if
+//   COUNTED; size int [2], blocks and V.
+// Template: int D (a multiple of 64), bool COUNTED.
 // Outputs: tokens int [R]; logprobs float [R], natural logarithm, at most 0.
 threadgroup float row_tile[8 * STOA_STRIDE];
 threadgroup float word_tile[32 * STOA_STRIDE];
@@ -48,11 +49,17 @@ for (uint other = 0; other < 4; ++other) {
     total += shared_parts[other];
 }
 
-ulong z = keys[row] + (ulong(positions[row]) + 1ul) * 0x9E3779B97F4A7C15ul;
-z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ul;
-z = (z ^ (z >> 27)) * 0x94D049BB133111EBul;
-z = z ^ (z >> 31);
-const float target = float(uint(z >> 41)) * (1.0f / 8388608.0f) * total;
+float share_of_all = 0.0f;
+if (COUNTED) {
+    ulong z = keys[row] + (ulong(positions[row]) + 1ul) * 0x9E3779B97F4A7C15ul;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ul;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBul;
+    z = z ^ (z >> 31);
+    share_of_all = float(uint(z >> 41)) * (1.0f / 8388608.0f);
+} else {
+    share_of_all = uniform[row];
+}
+const float target = share_of_all * total;
 
 // The first thread whose blocks pass the target; if rounding lets none pass, the last thread that has something.
 const uint passes = own > 0.0f && before + own > target ? index : 0xffffffffu;

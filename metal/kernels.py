@@ -13,6 +13,7 @@ from typing import Protocol, cast
 import mlx.core as mx
 import structlog
 
+from metal.reference import GROUP_SIZE, Int8
 from stoa.contracts.errors import KernelArgumentsError
 
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
@@ -103,6 +104,16 @@ def demand(kernel: str, holds: bool, what: str) -> None:
     """Raise KernelArgumentsError saying `what` unless it holds."""
     if not holds:
         raise KernelArgumentsError(f"{kernel}: {what}")
+
+
+def expect_int8(kernel: str, name: str, weight: Int8, *shape: int) -> None:
+    """Raise KernelArgumentsError unless `weight` is int8 of this shape, unpacked, with inner dimensions of whole groups."""
+    *outer, inner = shape
+    demand(kernel, inner > 0 and inner % GROUP_SIZE == 0, f"{name} has inner dimension {inner}, not a multiple of {GROUP_SIZE}")
+    expect(kernel, f"{name}'s codes", weight.codes, (*outer, inner // 4), mx.uint32)
+    for part in (weight.scales, weight.biases):
+        expect(kernel, f"{name}'s scales and biases", part, (*outer, inner // GROUP_SIZE), mx.bfloat16, mx.float32)
+    demand(kernel, weight.scales.dtype == weight.biases.dtype, f"{name} has scales and biases of two types")
 
 
 class Switch:

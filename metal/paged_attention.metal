@@ -1,12 +1,13 @@
-// K3: attention of one new token a row over its own pages, in splits of 512 tokens whose results attention_merge.metal joins.
+// K3: attention of rows of one token over pages, in splits of 512 tokens whose results attention_merge.metal joins.
 //
 // Grid (128 * splits, G, R), threadgroup 128: one threadgroup a row, key/value head and split; the HEADS query heads that
 // share it are computed from one load of each key and value. Simdgroup s takes pages s, s + 4, .. of the split: a lane
 // scores one token of the page for all heads, then holds H / 32 elements of the output while the page's values go by.
-// Splits count from the row's start, so nothing depends on other rows. A row's last page may come from tail arrays.
-// Inputs: q T [R, Q, H]; keys, values T [pages, G, 32, H]; tail_keys, tail_values T [R, G, 32, H], read if TAIL;
-//   table int [R, P], pages of each row; starts int [R], first token to attend to, a multiple of 32; lengths int [R], tokens
-//   held, the new one included; scale float [1].
+// Splits count from the row's start, so nothing depends on other rows. W rows, one after the other, are tokens of one
+// sequence and share its table. A sequence's last page may come from tail arrays.
+// Inputs: q T [R, Q, H]; keys, values T [pages, G, 32, H]; tail_keys, tail_values T [R / W, G, 32, H], read if TAIL;
+//   table int [R / W, P], pages of each sequence; starts int [R], first token to attend to, a multiple of 32; lengths int [R],
+//   tokens seen, the row's own included; scale float [1]; width int [1], W.
 // Template: int G, int HEADS (Q / G), int H (a multiple of 32), bool TAIL.
 // Outputs, undefined in splits that a row does not have: parts float [R, Q, splits, H], sums of exp(score - highest) * value;
 //   stats float [R, Q, splits, 2], the highest score and the sum of exp(score - highest).
@@ -22,7 +23,8 @@ const uint length = uint(lengths[row]), first = uint(starts[row]) + split * SPLI
 if (first >= last) {
     return;
 }
-const ulong first_page = ulong(row) * table_shape[1];
+const uint sequence = row / uint(width[0]);
+const ulong first_page = ulong(sequence) * table_shape[1];
 const ulong first_query = (ulong(row) * G + head) * HEADS;
 for (uint i = index; i < uint(HEADS * H); i += 128) {
     queries[i] = float(q[first_query * H + i]) * scale[0];
@@ -43,7 +45,7 @@ for (uint h = 0; h < uint(HEADS); ++h) {
 }
 for (uint page = first / PAGE + simdgroup; page * PAGE < last; page += 4) {
     const bool from_tail = TAIL && page == (length - 1) / PAGE;
-    const ulong base = from_tail ? (ulong(row) * G + head) * PAGE * H : (ulong(table[first_page + page]) * G + head) * PAGE * H;
+    const ulong base = from_tail ? (ulong(sequence) * G + head) * PAGE * H : (ulong(table[first_page + page]) * G + head) * PAGE * H;
     const uint num_tokens = min(PAGE, last - page * PAGE);
     float score[HEADS];
     #pragma clang loop unroll(full)

@@ -3,9 +3,9 @@
 // Grid (128 * splits, G, groups), threadgroup 128: one threadgroup a group, key/value head and split of 512 tokens. Its query
 // rows, member * HEADS + head, at most 32, are multiplied as 8 x 8 tiles, 8 rows a simdgroup; a page of 32 tokens at a time.
 // A query row's result does not depend on the other members, so it is the same alone and in a full group.
-// Inputs: q T [R, Q, H]; keys, values T [pages, G, 32, H]; table int [R, P], pages of each row; members int [groups, M],
-//   rows of each group, the first always one, -1 for none; prefix int [groups], tokens shared, a multiple of 32;
-//   scale float [1].
+// Inputs: q T [R, Q, H]; keys, values T [pages, G, 32, H]; table int [R / W, P], pages of each sequence of W rows;
+//   members int [groups, M], rows of each group, the first always one, -1 for none; prefix int [groups], tokens shared, a
+//   multiple of 32; scale float [1]; width int [1], W.
 // Template: int G, int HEADS (Q / G), int H (a multiple of 8, at most 64), int M. M * HEADS is at most 32.
 // Outputs, undefined for rows in no group and splits a group does not have: as paged_attention.metal,
 //   parts float [R, Q, splits, H]; stats float [R, Q, splits, 2].
@@ -31,7 +31,7 @@ shrink_tile[index + 128] = 0.0f;
 threadgroup float* own_scores = score_tile + simdgroup * 8 * NARROW;
 threadgroup float* own_shrink = shrink_tile + simdgroup * 64;
 threadgroup float* own_queries = query_tile + simdgroup * 8 * WIDE;
-const ulong first_page = ulong(members[group * M]) * table_shape[1];
+const ulong first_page = ulong(uint(members[group * M]) / uint(width[0])) * table_shape[1];
 
 float highest[8];
 float sum[8];

@@ -1,7 +1,7 @@
 """K4, the MoE router: hidden states to experts, their weights, and the order in which experts take their rows.
 
 The plain-op form is the reference and runs everywhere. Logits are fp32 sums in both, but in another order of additions:
-two scores closer than that difference may be chosen otherwise, equal logits never.
+two scores closer than that difference may be chosen otherwise, equal rows of the gate never.
 
 Legend: N tokens, D width, E experts, K experts chosen a token; a place is token * K + choice.
 """
@@ -31,14 +31,19 @@ class RouterRule:
 
 
 class Routing(NamedTuple):
-    """Who computes what."""
+    """Who computes what: experts uint32 [N, K] by falling biased score, weights float32 [N, K]; record uint8, the experts again."""
 
-    experts: mx.array  # uint32 [N, K], by falling biased score
-    weights: mx.array  # float32 [N, K]
-    record: mx.array  # uint8 [N, K], the experts again
-    order: mx.array  # int32 [N * K], places sorted by expert
-    offsets: mx.array  # int32 [E + 1], where each expert's places begin in `order`
-    counts: mx.array  # int32 [E]
+    experts: mx.array
+    weights: mx.array
+    record: mx.array
+
+
+class Order(NamedTuple):
+    """Places by expert: order int32 [N * K]; offsets int32 [E + 1], where each expert's begin in it; counts int32 [E]."""
+
+    order: mx.array
+    offsets: mx.array
+    counts: mx.array
 
 
 def route_plain(x: mx.array, gate: mx.array, bias: mx.array, rule: RouterRule) -> Routing:
@@ -50,7 +55,9 @@ def route_plain(x: mx.array, gate: mx.array, bias: mx.array, rule: RouterRule) -
         bias: float32 [E], used for the choice only.
         rule: the model's routing rule.
     """
-    scores_NE = mx.sigmoid(x.astype(mx.float32) @ gate.astype(mx.float32).T)
+    # A product a token, so that a token's logits do not depend on how many there are.
+    logits_NE = (x.astype(mx.float32)[:, None] @ gate.astype(mx.float32).T[None])[:, 0]
+    scores_NE = mx.sigmoid(logits_NE)
     left_NE = scores_NE + bias
     lanes_E = mx.arange(rule.num_experts, dtype=mx.uint32)
     chosen: list[mx.array] = []
@@ -63,25 +70,23 @@ def route_plain(x: mx.array, gate: mx.array, bias: mx.array, rule: RouterRule) -
     if rule.normalise:
         weights_NK = weights_NK / (weights_NK.sum(axis=-1, keepdims=True) + EPSILON)
     weights_NK = weights_NK if rule.scale == 1.0 else weights_NK * rule.scale
-    return Routing(experts_NK, weights_NK, experts_NK.astype(mx.uint8), *order_plain(experts_NK, rule.num_experts))
+    return Routing(experts_NK, weights_NK, experts_NK.astype(mx.uint8))
 
 
-def order_plain(experts: mx.array, num_experts: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Order, offsets and counts of uint32 [N, K] experts."""
+def order_plain(experts: mx.array, num_experts: int) -> Order:
+    """Places of uint32 [N, K] experts by expert, those of one expert in their order."""
     flat = experts.reshape(-1)
     # Equal keys would leave the order to the sort; these keys differ.
     order = mx.argsort(flat.astype(mx.int32) * flat.size + mx.arange(flat.size, dtype=mx.int32)).astype(mx.int32)
     counts_E = (flat[:, None] == mx.arange(num_experts, dtype=mx.uint32)).astype(mx.int32).sum(axis=0)
-    offsets = mx.concatenate([mx.zeros((1,), mx.int32), mx.cumsum(counts_E).astype(mx.int32)])
-    return order, offsets, counts_E
+    return Order(order, mx.concatenate([mx.zeros((1,), mx.int32), mx.cumsum(counts_E).astype(mx.int32)]), counts_E)
 
 
 class RouterKernel:
-    """As `route_plain`, by routing.metal and expert_order.metal."""
+    """As `route_plain`, by routing.metal."""
 
     def __init__(self, launcher: Launcher = launch_on_metal) -> None:
         self._route = Kernel("routing", inputs=("x", "gate", "bias", "scale"), outputs=("experts", "weights", "record"), launcher=launcher)
-        self._order = Kernel("expert_order", inputs=("experts", "size"), outputs=("order", "offsets", "counts"), launcher=launcher)
 
     def __call__(self, x: mx.array, gate: mx.array, bias: mx.array, rule: RouterRule) -> Routing:
         """As `route_plain`. Raises KernelArgumentsError."""
@@ -99,18 +104,26 @@ class RouterKernel:
             output_shapes=[(num_tokens, top_k)] * 3,
             output_dtypes=[mx.uint32, mx.float32, mx.uint8],
         )
-        return Routing(experts, weights, record, *self.order(experts, num_experts))
+        return Routing(experts, weights, record)
 
-    def order(self, experts: mx.array, num_experts: int) -> tuple[mx.array, mx.array, mx.array]:
+
+class OrderKernel:
+    """As `order_plain`, by expert_order.metal."""
+
+    def __init__(self, launcher: Launcher = launch_on_metal) -> None:
+        self._order = Kernel("expert_order", inputs=("experts", "size"), outputs=("order", "offsets", "counts"), launcher=launcher)
+
+    def __call__(self, experts: mx.array, num_experts: int) -> Order:
         """As `order_plain`. Raises KernelArgumentsError."""
         expect(_NAME, "experts", experts, (-1, -1), mx.uint32)
         demand(_NAME, experts.size > 0 and 0 < num_experts <= MAX_EXPERTS, f"{experts.size} places of {num_experts} experts")
-        order, offsets, counts = self._order(
-            inputs=[experts, mx.array([experts.size], dtype=mx.int32)],
-            template=[("E", num_experts)],
-            grid=(1024, 1, 1),
-            threadgroup=(1024, 1, 1),
-            output_shapes=[(experts.size,), (num_experts + 1,), (num_experts,)],
-            output_dtypes=[mx.int32] * 3,
+        return Order(
+            *self._order(
+                inputs=[experts, mx.array([experts.size], dtype=mx.int32)],
+                template=[("E", num_experts)],
+                grid=(1024, 1, 1),
+                threadgroup=(1024, 1, 1),
+                output_shapes=[(experts.size,), (num_experts + 1,), (num_experts,)],
+                output_dtypes=[mx.int32] * 3,
+            )
         )
-        return order, offsets, counts

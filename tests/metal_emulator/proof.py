@@ -15,8 +15,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from metal.int8 import Int8
 from metal.kernels import Compiled, Launcher
+from metal.reference import Int8
 from tests.metal_emulator.emulator import CompileError, Emulator, EmulatorError
 
 Array64 = NDArray[np.float64]

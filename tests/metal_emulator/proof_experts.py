@@ -6,17 +6,11 @@ from numpy.typing import NDArray
 
 from metal.experts import ExpertsKernel
 from metal.kernels import Launcher
-from metal.routing import Routing, order_plain
+from metal.routing import order_plain
 from tests.metal_emulator.proof import Array64, Errors, int8, mutants_of, rounded, same_bits, wide
 
 DTYPES = (mx.float32, mx.bfloat16)
 SIZES = ((64, 64), (64, 128), (128, 64))
-
-
-def routing_of(experts: NDArray[np.uint32], weights: NDArray[np.float32], num_experts: int) -> Routing:
-    """What a router gives for this choice."""
-    chosen = mx.array(experts)
-    return Routing(chosen, mx.array(weights), chosen.astype(mx.uint8), *order_plain(chosen, num_experts))
 
 
 class ExpertsProof:
@@ -35,22 +29,23 @@ class ExpertsProof:
         down, down64 = int8(numbers, (num_experts, width, inner_width))
         experts = _uneven(numbers, num_tokens, num_experts, top_k)
         weights = numbers.uniform(0, 1, experts.shape).astype(np.float32)
-        routing, kernel = routing_of(experts, weights, num_experts), ExpertsKernel(launcher)
+        places, kernel = order_plain(mx.array(experts), num_experts), ExpertsKernel(launcher)
 
-        inner = kernel.inner(x, routing, gate, up)
-        order = np.array(routing.order)
+        inner = kernel.inner(x, top_k, places, gate, up)
+        order = np.array(places.order)
         chosen, rows = experts.reshape(-1)[order], x64[order // top_k]
         wanted = _silu(np.einsum("nd,nid->ni", rows, gate64[chosen])) * np.einsum("nd,nid->ni", rows, up64[chosen])
         errors.add("inner", inner, wanted)
-        shares = kernel.shares(inner, routing, down)
+        shares = kernel.shares(inner, mx.array(weights), places, down)
         wanted = np.empty((order.size, width))
         wanted[order] = weights.reshape(-1)[order, None] * np.einsum("ni,ndi->nd", wide(inner), down64[chosen])
-        errors.add("shares", shares, wanted)
+        errors.add("shares", shares, wanted.reshape(num_tokens, top_k, width))
         if dtype == mx.float32:
             rows, chosen = np.repeat(x64, top_k, axis=0), experts.reshape(-1)
             hidden = _silu(np.einsum("nd,nid->ni", rows, gate64[chosen])) * np.einsum("nd,nid->ni", rows, up64[chosen])
             out = weights.reshape(-1, 1) * np.einsum("ni,ndi->nd", hidden, down64[chosen])
-            errors.add("layer", kernel(x, routing, gate, up, down), out.reshape(num_tokens, top_k, width).sum(axis=1))
+            layer = kernel(x, mx.array(experts), mx.array(weights), gate, up, down)
+            errors.add("layer", layer, out.reshape(num_tokens, top_k, width).sum(axis=1))
 
     def alone_and_in_64(self, launcher: Launcher) -> bool:
         numbers, kernel = np.random.default_rng(5), ExpertsKernel(launcher)
@@ -58,9 +53,10 @@ class ExpertsProof:
         matrices = [int8(numbers, (4, 64, 64))[0] for _ in range(3)]
         experts = _uneven(numbers, 64, 4, 2)
         weights = numbers.uniform(0, 1, experts.shape).astype(np.float32)
-        together = kernel(x, routing_of(experts, weights, 4), *matrices)
+        together = kernel(x, mx.array(experts), mx.array(weights), *matrices)
         for row in (0, 31, 63):
-            alone = kernel(x[row : row + 1], routing_of(experts[row : row + 1], weights[row : row + 1], 4), *matrices)
+            one = slice(row, row + 1)
+            alone = kernel(x[one], mx.array(experts[one]), mx.array(weights[one]), *matrices)
             if not same_bits(alone, together[row : row + 1]):
                 return False
         return True

@@ -30,7 +30,12 @@ class HeadProof:
         logits = x64 @ embedding64.T
         highest, sums = kernel.partial(x, embedding)
         _check_blocks(highest, sums, logits, errors)
-        tokens, logprobs = kernel(x, embedding, mx.array(keys), mx.array(positions))
+        uniform = splitmix(keys, positions)
+        counted = bool(numbers.random() < 0.5)
+        if counted:
+            tokens, logprobs = kernel.counted(x, embedding, mx.array(keys), mx.array(positions))
+        else:
+            tokens, logprobs = kernel(x, embedding, mx.array(uniform.astype(np.float32)))
         drawn = np.array(tokens)
         check(bool((drawn >= 0).all() and (drawn < num_words).all()), "a word that is none")
         shifted = logits - logits.max(axis=1, keepdims=True)
@@ -39,7 +44,6 @@ class HeadProof:
         errors.add("logprobs", logprobs, shifted[rows, drawn] - log_all)
         check(bool((np.array(logprobs) <= 0).all()), "a probability above 1")
         until = np.cumsum(np.exp(shifted - log_all[:, None]), axis=1)
-        uniform = splitmix(keys, positions)
         before = until[rows, drawn] - np.exp(shifted[rows, drawn] - log_all)
         check(bool((uniform >= before - SLACK).all() and (uniform <= until[rows, drawn] + SLACK).all()), "another word than drawn")
 
@@ -49,10 +53,10 @@ class HeadProof:
         embedding, _ = int8(numbers, (70, 64))
         keys = mx.array(numbers.integers(0, 1 << 63, 64).astype(np.uint64))
         positions = mx.array(np.arange(64))
-        together = (*kernel.partial(x, embedding), *kernel(x, embedding, keys, positions))
+        together = (*kernel.partial(x, embedding), *kernel.counted(x, embedding, keys, positions))
         for row in (0, 31, 63):
             one = slice(row, row + 1)
-            alone = (*kernel.partial(x[one], embedding), *kernel(x[one], embedding, keys[one], positions[one]))
+            alone = (*kernel.partial(x[one], embedding), *kernel.counted(x[one], embedding, keys[one], positions[one]))
             if not all(same_bits(whole[one], part) for whole, part in zip(together, alone, strict=True)):
                 return False
         return True

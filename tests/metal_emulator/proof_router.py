@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal.kernels import Launcher
-from metal.routing import RouterKernel, RouterRule
+from metal.routing import Order, OrderKernel, RouterKernel, RouterRule
 from tests.metal_emulator.proof import Array64, Errors, check, exact, mutants_of, rounded, same_bits
 
 SIZES = ((64, 8, 2), (64, 32, 4), (128, 64, 6), (96, 40, 5), (64, 5, 5))
@@ -41,7 +41,7 @@ class RouterProof:
             weights = weights / (weights.sum(axis=1, keepdims=True) + 1e-6)
         errors.add("weights", routing.weights, weights * rule.scale)
         exact("record", routing.record, chosen.astype(np.uint8))
-        _check_order(chosen.reshape(-1), num_experts, routing.order, routing.offsets, routing.counts)
+        _check_order(chosen.reshape(-1), num_experts, OrderKernel(launcher)(routing.experts, num_experts))
         self._long_order(launcher, numbers, num_experts)
 
     def _long_order(self, launcher: Launcher, numbers: np.random.Generator, num_experts: int) -> None:
@@ -50,8 +50,7 @@ class RouterProof:
             return
         num_places = int(numbers.integers(33, 200))
         flat = np.minimum(numbers.exponential(num_experts / 4, num_places).astype(np.uint32), num_experts - 1)
-        found = RouterKernel(launcher).order(mx.array(flat[:, None]), num_experts)
-        _check_order(flat, num_experts, *found)
+        _check_order(flat, num_experts, OrderKernel(launcher)(mx.array(flat[:, None]), num_experts))
 
     def alone_and_in_64(self, launcher: Launcher) -> bool:
         numbers, kernel = np.random.default_rng(5), RouterKernel(launcher)
@@ -63,7 +62,7 @@ class RouterProof:
         return all(
             same_bits(one[row : row + 1], alone)
             for row in (0, 31, 63)
-            for one, alone in zip(together[:3], kernel(x[row : row + 1], gate, bias, rule)[:3], strict=True)
+            for one, alone in zip(together, kernel(x[row : row + 1], gate, bias, rule), strict=True)
         )
 
 
@@ -79,8 +78,8 @@ def _check_choice(chosen: NDArray[np.int64], biased: Array64, logits: Array64, b
             left[expert] = -np.inf
 
 
-def _check_order(flat: NDArray[np.integer], num_experts: int, order: mx.array, offsets: mx.array, counts: mx.array) -> None:
+def _check_order(flat: NDArray[np.integer], num_experts: int, found: Order) -> None:
     sizes = np.bincount(flat.astype(np.int64), minlength=num_experts)
-    exact("counts", counts, sizes)
-    exact("offsets", offsets, np.concatenate([[0], np.cumsum(sizes)]))
-    exact("order", order, np.argsort(flat, kind="stable"))
+    exact("counts", found.counts, sizes)
+    exact("offsets", found.offsets, np.concatenate([[0], np.cumsum(sizes)]))
+    exact("order", found.order, np.argsort(flat, kind="stable"))

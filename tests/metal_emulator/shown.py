@@ -9,13 +9,14 @@ import mlx.core as mx
 import numpy as np
 
 from metal import roofline
-from metal.attention import PAGE, AttentionKernel
+from metal.attention import AttentionKernel
 from metal.experts import ExpertsKernel
 from metal.head import HeadKernel
+from metal.reference import PAGE_TOKENS
+from metal.routing import order_plain
 from tests.metal_emulator.emulator import Emulator
 from tests.metal_emulator.proof import Proof, finding, fuzz, int8, mutants_of, rounded
-from tests.metal_emulator.proof_attention import make_rows
-from tests.metal_emulator.proof_experts import routing_of
+from tests.metal_emulator.proof_attention import make_tiles
 from tests.metal_emulator.proofs import PROOFS
 
 tables = roofline.tables
@@ -68,8 +69,7 @@ def counted_weight_reads() -> dict[str, float]:
         gate, up = int8(numbers, (32, 64, 64))[0], int8(numbers, (32, 64, 64))[0]
         experts = np.argsort(numbers.random((rows, 32)), axis=1)[:, :4].astype(np.uint32)
         emulator = Emulator()
-        routing = routing_of(experts, np.ones(experts.shape, np.float32), 32)
-        mx.eval(ExpertsKernel(emulator.metal_kernel).inner(x, routing, gate, up))
+        ExpertsKernel(emulator.metal_kernel).inner(x, 4, order_plain(mx.array(experts), 32), gate, up)
         found[str(rows)] = emulator.loaded["stoa_experts_up/gate_codes"] / (len(np.unique(experts)) * 64 * 64)
     return found
 
@@ -78,8 +78,7 @@ def counted_key_reads() -> float:
     """Reads of each key that the emulator counts, with 4 query heads a key/value head."""
     numbers, emulator = np.random.default_rng(0), Emulator()
     lengths = [600, 33, 512]
-    rows = make_rows(numbers, lengths, (2, 4, 64), mx.bfloat16)
-    mx.eval(AttentionKernel(emulator.metal_kernel)(rows.q, rows.paged, 0.125))
+    AttentionKernel(emulator.metal_kernel)(*make_tiles(numbers, lengths, (2, 4, 64), mx.bfloat16).arrays, 0.125)
     return emulator.loaded["stoa_paged_attention/keys"] / (sum(lengths) * 2 * 64 * 2)
 
 
@@ -88,7 +87,7 @@ def counted_embedding_reads() -> float:
     numbers, emulator = np.random.default_rng(0), Emulator()
     x, _ = rounded(numbers.normal(0, 1, (64, 64)), mx.bfloat16)
     embedding, _ = int8(numbers, (256, 64))
-    mx.eval(HeadKernel(emulator.metal_kernel).partial(x, embedding))
+    HeadKernel(emulator.metal_kernel).partial(x, embedding)
     return emulator.loaded["stoa_head_partial/codes"] / (256 * 64)
 
 
@@ -100,7 +99,7 @@ def measure(num_cases: int) -> dict[str, Any]:
         print(kernel, kernels[kernel], file=sys.stderr, flush=True)
     kernels["K1"] |= tilings() | {"weight_reads_counted": counted_weight_reads()}
     kernels["K2"] |= {"weight_reads_counted_64_rows": counted_embedding_reads()}
-    kernels["K3"] |= {"key_reads_counted": counted_key_reads(), "page_tokens": PAGE}
+    kernels["K3"] |= {"key_reads_counted": counted_key_reads(), "page_tokens": PAGE_TOKENS}
     works = roofline.work(roofline.LFM25, roofline.FULL_STEP)
     for kernel, (ours, stock) in works.items():
         kernels[kernel]["by_formula"] = {"ours": asdict(ours), "stock": asdict(stock)}

@@ -97,7 +97,7 @@ def cpp_text(call: Call, *, lint: bool) -> str:
     parameters = _parameters(call) + [f"{_ATTRIBUTES[name]} {name}" for name in attributes]
     names = ", ".join(f"{_kind(value)} {name}" for name, value in call.template)
     values = ", ".join(_value(value) for _, value in call.template)
-    function = f"stoa_{call.name}"
+    function = f"body_{call.name}"
     lines = [
         f'#include "{"lint" if lint else "msl"}.h"',
         f'#line 1 "{call.name}.header"',

@@ -24,6 +24,7 @@ _STANDARD = (
     "-Wall",
     "-Wno-unused-variable",
     "-Wno-unused-function",
+    "-Wno-unknown-pragmas",
     "-Wno-pass-failed",  # whether a loop was unrolled is the GPU compiler's affair
     "-Werror",
 )

@@ -6,13 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal.attention import AttentionKernel, Paged, PrefixKernel, Tails, share
+from metal.attention import AttentionKernel, PrefixKernel, Tails, group_rows
 from metal.conv import ConvKernel
 from metal.experts import ExpertsKernel
 from metal.head import HeadKernel
-from metal.int8 import Int8
 from metal.kernels import Compiled
-from metal.routing import RouterKernel, RouterRule, Routing, order_plain
+from metal.reference import Int8
+from metal.routing import OrderKernel, RouterKernel, RouterRule, order_plain
 from stoa.contracts.errors import KernelArgumentsError
 
 
@@ -26,23 +26,30 @@ def matrix(*shape: int, scale_type: mx.Dtype = mx.bfloat16) -> Int8:
     return Int8(mx.zeros((*outer, width // 4), mx.uint32), mx.zeros(groups, scale_type), mx.zeros(groups, scale_type))
 
 
-def routing(num_tokens: int, top_k: int, num_experts: int) -> Routing:
-    experts = mx.zeros((num_tokens, top_k), mx.uint32)
-    return Routing(experts, mx.zeros(experts.shape), experts.astype(mx.uint8), *order_plain(experts, num_experts))
+def pools(*, num_heads: int = 2, page: int = 32, size: int = 64) -> tuple[mx.array, mx.array]:
+    return mx.zeros((4, num_heads, page, size)), mx.zeros((4, num_heads, page, size))
 
 
-def paged(num_rows: int, *, num_heads: int = 2, page: int = 32, size: int = 64, most: int = 40) -> Paged:
-    pool = mx.zeros((4, num_heads, page, size))
-    return Paged(pool, pool, mx.zeros((num_rows, 2), mx.int32), mx.full((num_rows,), most, mx.int32), most)
+def tables(num_tiles: int, num_pages: int = 2) -> tuple[mx.array, mx.array]:
+    return mx.zeros((num_tiles, num_pages), mx.int32), mx.full((num_tiles, 1), 40, mx.int32)
 
 
-def experts(x: mx.array, *, inner: int = 64, width: int = 64, rows: int = 3, scale_type: mx.Dtype = mx.bfloat16) -> Callable[[], object]:
-    up, down = matrix(4, inner, width, scale_type=scale_type), matrix(4, width, inner)
-    return lambda: ExpertsKernel(never)(x, routing(rows, 2, 4), up, up, down)
+def inner(x: mx.array, *, wide: int = 64, width: int = 64, rows: int = 3, scale_type: mx.Dtype = mx.bfloat16) -> Callable[[], object]:
+    up = matrix(4, wide, width, scale_type=scale_type)
+    return lambda: ExpertsKernel(never).inner(x, 2, order_plain(mx.zeros((rows, 2), mx.uint32), 4), up, up)
 
 
-def head(x: mx.array, *, key_type: mx.Dtype = mx.uint64, position_type: mx.Dtype = mx.int64) -> Callable[[], object]:
-    return lambda: HeadKernel(never)(x, matrix(9, 64), mx.zeros((3,), key_type), mx.zeros((3,), position_type))
+def shares(weights: mx.array, *, wide: int = 64, width: int = 64) -> Callable[[], object]:
+    order = order_plain(mx.zeros((3, 2), mx.uint32), 4)
+    return lambda: ExpertsKernel(never).shares(mx.zeros((6, wide)), weights, order, matrix(4, width, wide))
+
+
+def head(x: mx.array, uniform_type: mx.Dtype = mx.float32) -> Callable[[], object]:
+    return lambda: HeadKernel(never)(x, matrix(9, 64), mx.zeros((3,), uniform_type))
+
+
+def counted(key_type: mx.Dtype = mx.uint64, position_type: mx.Dtype = mx.int64) -> Callable[[], object]:
+    return lambda: HeadKernel(never).counted(mx.zeros((3, 64)), matrix(9, 64), mx.zeros((3,), key_type), mx.zeros((3,), position_type))
 
 
 def router(x: mx.array, *, top_k: int = 2, num_experts: int = 8) -> Callable[[], object]:
@@ -50,42 +57,55 @@ def router(x: mx.array, *, top_k: int = 2, num_experts: int = 8) -> Callable[[],
     return lambda: RouterKernel(never)(x, mx.zeros((num_experts, 64)), mx.zeros((num_experts,)), rule)
 
 
-def conv(projected: mx.array, *, taps: int = 3, active: mx.Dtype = mx.bool_) -> Callable[[], object]:
-    tails = mx.zeros((3, taps - 1, 64))
-    return lambda: ConvKernel(never)(projected, tails, mx.zeros((64, taps)), mx.zeros((3,), active))
+def conv(x: mx.array, *, taps: int = 3, width: int = 64, kernel_type: mx.Dtype = mx.float32) -> Callable[[], object]:
+    return lambda: ConvKernel(never)(x, mx.zeros((3, taps - 1, width)), mx.zeros((width, taps, 1), kernel_type))
 
 
-def prefix(members: int, heads: int, size: int) -> Callable[[], object]:
-    groups = share([[0, 1]], [32], 3, members)
+def attention(queries: mx.array, *, num_tiles: int = 3, tails: Tails | None = None, **pool: int) -> Callable[[], object]:
+    return lambda: AttentionKernel(never)(queries, *pools(**pool), *tables(num_tiles), 1.0, tails=tails)
+
+
+def prefix(members: int, heads: int, size: int, *, num_pages: int = 2) -> Callable[[], object]:
+    groups = group_rows(np.zeros((3, 2), np.int32), np.full((3, 1), 40, np.int32), np.full(3, 32, np.int32), members)
     assert groups is not None
-    return lambda: PrefixKernel(never)(mx.zeros((3, 2 * heads, size)), paged(3, size=size), groups, 1.0)
+    queries = mx.zeros((3, 1, 2 * heads, size))
+    return lambda: PrefixKernel(never)(queries, *pools(size=size), *tables(3, num_pages), 1.0, groups)
 
 
 CASES: list[tuple[str, Callable[[], object]]] = [
-    ("x has shape", experts(mx.zeros((2, 64)))),
-    ("x is .*int32", experts(mx.zeros((3, 64), mx.int32))),
-    ("inner dimension 96", experts(mx.zeros((3, 96)), width=96)),
-    ("scales and biases is", experts(mx.zeros((3, 64)), scale_type=mx.float16)),
-    ("no rows", experts(mx.zeros((0, 64)), rows=0)),
+    ("order has shape", inner(mx.zeros((2, 64)))),
+    ("x is .*int32", inner(mx.zeros((3, 64), mx.int32))),
+    ("inner dimension 96", inner(mx.zeros((3, 96)), width=96)),
+    ("inner width 32", inner(mx.zeros((3, 64)), wide=32)),
+    ("scales and biases is", inner(mx.zeros((3, 64)), scale_type=mx.float16)),
+    ("no rows", inner(mx.zeros((0, 64)), rows=0)),
+    ("weights is .*bfloat16", shares(mx.zeros((3, 2), mx.bfloat16))),
+    ("inner has shape", shares(mx.zeros((4, 2)))),
+    ("width 48", shares(mx.zeros((3, 2)), width=48)),
     ("codes has shape", head(mx.zeros((3, 128)))),
-    ("keys is .*int64", head(mx.zeros((3, 64)), key_type=mx.int64)),
-    ("positions is .*int32", head(mx.zeros((3, 64)), position_type=mx.int32)),
+    ("uniform has shape", head(mx.zeros((2, 64)))),
+    ("uniform is", head(mx.zeros((3, 64)), mx.bfloat16)),
+    ("keys is .*int64", counted(key_type=mx.int64)),
+    ("positions is .*int32", counted(position_type=mx.int32)),
     ("gate has shape", router(mx.zeros((3, 32)))),
     ("top 9 of 8", router(mx.zeros((3, 64)), top_k=9)),
     ("of at most 256", router(mx.zeros((3, 64)), num_experts=300)),
     ("no tokens", router(mx.zeros((0, 64)))),
+    ("0 places", lambda: OrderKernel(never)(mx.zeros((0, 2), mx.uint32), 4)),
+    ("experts is .*int32", lambda: OrderKernel(never)(mx.zeros((1, 2), mx.int32), 4)),
     ("tails has shape", conv(mx.zeros((4, 192)))),
-    ("active is", conv(mx.zeros((3, 192)), active=mx.int32)),
+    ("kernel is", conv(mx.zeros((3, 192)), kernel_type=mx.bfloat16)),
     ("1 taps", conv(mx.zeros((3, 192)), taps=1)),
-    ("width 33", lambda: ConvKernel(never)(mx.zeros((3, 99)), mx.zeros((3, 2, 33)), mx.zeros((33, 3)), mx.zeros((3,), mx.bool_))),
-    ("head size 48", lambda: AttentionKernel(never)(mx.zeros((3, 8, 48)), paged(3, size=48), 1.0)),
-    ("keys has shape", lambda: AttentionKernel(never)(mx.zeros((3, 8, 64)), paged(3, page=16), 1.0)),
-    ("7 heads over 2", lambda: AttentionKernel(never)(mx.zeros((3, 7, 64)), paged(3), 1.0)),
-    ("table has shape", lambda: AttentionKernel(never)(mx.zeros((2, 8, 64)), paged(3), 1.0)),
-    ("rows of up to 65 tokens", lambda: AttentionKernel(never)(mx.zeros((3, 8, 64)), paged(3, most=65), 1.0)),
-    ("tail has shape", lambda: AttentionKernel(never)(mx.zeros((3, 8, 64)), paged(3), 1.0, Tails(*[mx.zeros((2, 2, 32, 64))] * 2))),
+    ("width 99 / 3", conv(mx.zeros((3, 99)), width=33)),
+    ("head size 48", attention(mx.zeros((3, 1, 8, 48)), size=48)),
+    ("keys has shape", attention(mx.zeros((3, 1, 8, 64)), page=16)),
+    ("7 heads over 2", attention(mx.zeros((3, 1, 7, 64)))),
+    ("tables has shape", attention(mx.zeros((2, 1, 8, 64)))),
+    ("lengths has shape", attention(mx.zeros((3, 2, 8, 64)))),
+    ("tail has shape", attention(mx.zeros((3, 1, 8, 64)), tails=Tails(*[mx.zeros((2, 2, 32, 64))] * 2))),
     ("9 rows of 4 query heads", prefix(9, 4, 64)),
     ("head size 128", prefix(8, 1, 128)),
+    ("a table of no pages", prefix(8, 1, 64, num_pages=0)),
 ]
 
 
@@ -95,11 +115,15 @@ def test_wrong_arrays_are_refused(words: str, call: Callable[[], object]) -> Non
         call()
 
 
-def test_a_shared_prefix_is_cut_down_to_whole_pages() -> None:
-    groups = share([[2, 0], [1], [3, 4]], [70, 31, 64], 6, 4)
+def test_rows_are_grouped_by_the_whole_pages_of_their_prompts() -> None:
+    tables = np.array([[7, 9, 1], [7, 9, 2], [5, 0, 0], [7, 9, 3], [6, 8, 4]], np.int32)
+    lengths = np.array([[70, 71], [64, 65], [20, 21], [90, 91], [66, 67]], np.int32)
+    prompts = np.array([70, 70, 31, 70, 64], np.int32)
+    groups = group_rows(tables, lengths, prompts, 4)
     assert groups is not None
-    assert np.array(groups.members).tolist() == [[2, 0, -1, -1], [3, 4, -1, -1]]
-    assert np.array(groups.tokens).tolist() == [64, 64]
-    assert np.array(groups.starts).tolist() == [64, 0, 64, 64, 64, 0]
+    # Row 2 of tile 1 sees 64 tokens, all of them in the prompt's whole pages; tile 2 has no whole page.
+    assert np.array(groups.starts).tolist() == [64, 64, 0, 64, 0, 0, 64, 64, 64, 64]
+    assert np.array(groups.members).tolist() == [[0, 1, 3, 6], [7, -1, -1, -1], [8, 9, -1, -1]]
+    assert np.array(groups.tokens).tolist() == [64, 64, 64]
     assert groups.most_tokens == 64
-    assert share([[0, 1]], [31], 2, 4) is None
+    assert group_rows(tables[2:3], lengths[2:3], prompts[2:3], 4) is None
