@@ -386,7 +386,7 @@ class MacEngine:
         _log.info(
             "sweep_played", sweep=run.request.sweep, purpose=run.request.purpose, version=run.served.version, status=status,
             groups=run.num_shipped, episodes=played.num_episodes, tokens=played.num_sampled_tokens,
-            seconds=time.monotonic() - run.began,
+            seconds=time.monotonic() - run.began, heat=self._guest.heat,
         )  # fmt: skip
         return SweepResult(
             status=status,
@@ -406,6 +406,7 @@ class MacEngine:
             keys=run.keys,
             reason=reason,
             groups=self.groups,
+            heat=self._guest.heat,
         )
 
     def _flush(self, run: _Run, progress: Progress) -> None:

@@ -27,6 +27,8 @@ MAX_EMPTY_SECONDS: Final = 10.0
 MIN_EMPTY_SECONDS: Final = 0.5
 IDLE_HEAD_SECONDS: Final = 2.0
 """Between two looks at a run whose HEAD told the Mac to wait."""
+HOT: Final = {"serious": "the Mac is hot", "critical": "the Mac is too hot"}
+"""Why decoding itself is slow; a Mac that slows down is late, and nothing else is wrong with it."""
 MAX_TEXT: Final = 200
 OUTAGE_SECONDS: Final = 120.0
 """So long a Mac should be able to play while the control plane is away."""
@@ -193,6 +195,7 @@ def on_result(state: SessionProgress, result: SweepResult, now: float) -> Sessio
         waits_for="",
         unsent=result.unsent,
         groups=result.groups or state.groups,
+        heat=result.heat[:16],
     )
     match result.status:
         case "done" | "partial":
@@ -238,7 +241,7 @@ def _with_speed(state: SessionProgress, result: SweepResult) -> SessionProgress:
         state,
         sweep_seconds=0.5 * (state.sweep_seconds + played_seconds) if state.sweep_seconds else played_seconds,
         tokens_per_second=round(result.num_sampled_tokens / seconds, 1),
-        slow_because=f"{shares[slow]:.0%} of its time {slow}" if shares[slow] > SLOW_SHARE else "",
+        slow_because=f"{shares[slow]:.0%} of its time {slow}" if shares[slow] > SLOW_SHARE else HOT.get(result.heat, ""),
     )
 
 
@@ -326,6 +329,7 @@ def status_of(state: SessionProgress, given: SessionInput) -> SessionStatus:
         tokens_per_second=state.tokens_per_second,
         slow_because=state.slow_because,
         waits=dict(totals.waits),
+        heat=state.heat,
     )
 
 

@@ -214,6 +214,7 @@ class SessionProgress:
     """Mean of the last sweeps' time, newer ones counting more."""
     tokens_per_second: float = 0.0
     slow_because: str = ""
+    heat: str = ""
     totals: Totals = Totals()
 
 

@@ -114,6 +114,8 @@ class SweepResult:
     """Played from a grant held ahead, before it was asked for."""
     groups: int = 0
     """Groups the Mac asks for from now on; 0: as before."""
+    heat: str = ""
+    """How hot the Mac called itself at the end: nominal, fair, serious or critical; "" where it does not say."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,8 @@ class SessionStatus:
     """What took most of the last training sweep's time beside decoding."""
     waits: dict[str, float] = field(default_factory=dict)
     """What it waited for between sweeps -> seconds."""
+    heat: str = ""
+    """As of the last sweep, see `SweepResult`."""
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,14 @@ def test_a_gentle_sweep_gives_the_groups_of_a_full_one(published: Publishing, ma
     assert sorted(shipped(published.store)) == sorted(full)
 
 
+def test_a_hot_mac_rests_goes_on_and_reports_its_heat(published: Publishing, make: Make, mac: Sensed) -> None:
+    guest = Guest(MacHost(), mac)
+    mac.senses = replace(mac.senses, thermal="serious")
+    guest.look()
+    result = make(guest).sweep(train_request(), Quiet())
+    assert (result.status, result.num_groups, result.heat, guest.decision.duty) == ("done", 8, "serious", 0.5)
+
+
 def test_a_gentle_guest_rests_as_long_as_it_works(mac: Sensed) -> None:
     guest = Guest(MacHost(), mac)
     began = time.monotonic()

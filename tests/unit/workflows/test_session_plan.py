@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -142,3 +143,14 @@ def test_any_order_of_events_keeps_one_live_worker_and_never_loses_a_sweep_numbe
         assert (state.state == "live") <= bool(state.nonce)
         carried = replace(GIVEN, totals=dump(state))
         assert first_session_progress(carried) == state
+
+
+@pytest.mark.parametrize(
+    ("heat", "because"), [("", ""), ("nominal", ""), ("fair", ""), ("serious", "the Mac is hot"), ("critical", "the Mac is too hot")]
+)
+def test_a_mac_that_is_slow_because_it_is_hot_says_so_and_keeps_its_sweeps(heat: str, because: str) -> None:
+    result = SweepResult("done", 0, num_groups=8, num_sampled_tokens=100, decode_seconds=500.0, heat=heat)
+    after = plan.on_result(live(), result, 600.0)
+    status = plan.status_of(after, GIVEN)
+    assert (status.heat, status.slow_because, status.tokens_per_second) == (heat, because, 0.2)
+    assert (status.state, status.sweep, status.num_redone) == ("live", 1, 0)
