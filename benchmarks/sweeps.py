@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from environments import registry
 from environments.base import Environment
-from metal.reference import PAGE_TOKENS
+from metal.sizes import PAGE_TOKENS
 from stoa.rollouts.records import Episode, Fingerprint, Group
 from stoa.weights import grid
 from stoa.weights.layout import Layout, layout_of

@@ -12,15 +12,8 @@ from typing import Final, NamedTuple
 
 import mlx.core as mx
 
-BITS: Final = 8
-GROUP_SIZE: Final = 64
-PAGE_TOKENS: Final = 32
-RANGE_PAGES: Final = 16
-"""Attention is summed over ranges of this many pages, always the same ones, and the ranges are merged in order."""
-SORT_EXPERTS_FROM: Final = 64
-"""When expert rows are sorted, so that rows of one expert share its weights, it is from this many on."""
-ATTENTION_BYTES: Final = 64 << 20
-"""What the plain attention may take beside its arguments: more tiles than fit are computed one block after the other."""
+from metal.sizes import ATTENTION_BYTES, BITS, GROUP_SIZE, PAGE_TOKENS, RANGE_PAGES, SORT_EXPERTS_FROM
+
 _NOTHING: Final = -1e30
 """Stands for the largest score of a range in which a query sees nothing; finite, so that no difference is NaN."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from metal.reference import PAGE_TOKENS
+from metal.sizes import PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

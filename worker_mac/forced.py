@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from metal.reference import PAGE_TOKENS
+from metal.sizes import PAGE_TOKENS
 from stoa.contracts.errors import WeightsError
 from worker_mac.decoder import Decoder
 from worker_mac.model import Model

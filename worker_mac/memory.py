@@ -7,7 +7,7 @@ tokens and a share of its group's prompt; the dense cache of a batch takes the l
 from dataclasses import dataclass
 from typing import Final
 
-from metal.reference import ATTENTION_BYTES, PAGE_TOKENS
+from metal.sizes import ATTENTION_BYTES, PAGE_TOKENS
 from stoa.weights.layout import Layout
 from worker_mac.model_config import ModelConfig
 

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal.ops import choose_ops
-from metal.reference import BITS, GROUP_SIZE, PAGE_TOKENS, Int8, linear, silu
+from metal.reference import Int8, linear, silu
 from metal.router import RouterRule
+from metal.sizes import BITS, GROUP_SIZE, PAGE_TOKENS
 from stoa.contracts.errors import LayoutError
 from worker_mac.cache import Cache, CacheShape
 from worker_mac.model_config import ModelConfig

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from metal.reference import PAGE_TOKENS, RANGE_PAGES
+from metal.sizes import PAGE_TOKENS, RANGE_PAGES
 from worker_mac.pages import SCRAP
 
 TILE_TOKENS: Final = 32

@@ -12,7 +12,7 @@ import mlx.core as mx
 import structlog
 
 from environments.base import Environment
-from metal.reference import PAGE_TOKENS
+from metal.sizes import PAGE_TOKENS
 from stoa.config.run import Rollout
 from stoa.weights.layout import Layout
 from worker_mac.decoder import Decoder

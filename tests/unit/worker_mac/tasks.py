@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from environments.base import Environment, Limits, Outcome, Question, Reply
-from metal.reference import PAGE_TOKENS
+from metal.sizes import PAGE_TOKENS
 from stoa.contracts.errors import InfrastructureFaultError
 from stoa.rollouts.records import Episode
 from worker_mac.decoder import Decoder, Drawn

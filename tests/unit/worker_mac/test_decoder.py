@@ -2,7 +2,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal.reference import PAGE_TOKENS
+from metal.sizes import PAGE_TOKENS
 from stoa.contracts.errors import GpuInterruptedError, WeightsError
 from tests.unit.worker_mac.policies import TINY, WIDE, model_of, random_state
 from tests.unit.worker_mac.tasks import Dialogue, play

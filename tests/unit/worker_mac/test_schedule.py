@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from environments.base import Limits, Outcome, Question, Reply
-from metal.reference import PAGE_TOKENS
+from metal.sizes import PAGE_TOKENS
 from stoa.contracts.errors import GpuInterruptedError
 from tests.unit.worker_mac.tasks import Dialogue, Fixed, ScriptedRows, play
 from worker_mac.decoder import Drawn

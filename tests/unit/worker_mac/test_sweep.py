@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from metal.reference import PAGE_TOKENS
+from metal.sizes import PAGE_TOKENS
 from stoa.rollouts.records import Episode, Fingerprint, Group
 from stoa.rollouts.shard import decode_group, encode_group
 from tests.unit.worker_mac.policies import TINY, model_of, random_state

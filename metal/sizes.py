@@ -1,0 +1,14 @@
+"""Sizes that references, kernels and whoever plans for them agree on. Imports nothing: planners run where there is no MLX."""
+
+from typing import Final
+
+BITS: Final = 8
+GROUP_SIZE: Final = 64
+PAGE_TOKENS: Final = 32
+"""Tokens of a page of keys and values."""
+RANGE_PAGES: Final = 16
+"""Attention is summed over ranges of this many pages, always the same ones, and the ranges are merged in order."""
+SORT_EXPERTS_FROM: Final = 64
+"""When expert rows are sorted, so that rows of one expert share its weights, it is from this many on."""
+ATTENTION_BYTES: Final = 64 << 20
+"""What the plain attention may take beside its arguments: more tiles than fit are computed one block after the other."""
