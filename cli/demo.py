@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from cli.follow import reached
+from cli.inviting import write_token
 from cli.launch import Launched, launch, open_store
 from cli.live.progress import Progress
 from cli.processes import Child, Household, end_leftovers, ignored_signals
@@ -22,7 +23,8 @@ from cli.report.write import write_metrics, write_report
 from cli.say import Exit, bytes_text, counted
 from cli.services import Ports, Services, start_services
 from cli.temporal import Control
-from stoa.config.load import bucket_credentials, child_environment, load_run
+from stoa.bucket.manifest import Signer
+from stoa.config.load import TEMPORAL_SECRETS, bucket_credentials, child_environment, load_run, mac_credentials, signing_seed
 from stoa.config.run import Bucket, RunConfig
 from stoa.contracts.errors import FormatError, MissingExtraError, ServiceError, ServiceUnavailableError, UsageError
 
@@ -30,6 +32,7 @@ MAX_RESTARTS: Final = 3
 """Times a dead worker is started again."""
 POLL_SECONDS: Final = 1.0
 METRICS_SECONDS: Final = 10.0
+INVITE_SECONDS: Final = 7 * 86_400.0
 GRACE_MINUTES: Final = 3.0
 """Time a run that reached its limit has for its last evaluation before the demo stops it."""
 _ENDED: Final = ("stopped", "failed")
@@ -84,6 +87,7 @@ def run_demo(options: Options) -> Outcome:
         (options.out / "config.json").write_text(config.model_dump_json(indent=2) + "\n", "utf-8")
         env = worker_environment(options.out)
         workers = _workers(options)
+        invite_macs(options, config)
         try:
             for worker in workers:
                 _start(house, worker, options.out, env)
@@ -146,7 +150,7 @@ def worker_environment(out: Path) -> dict[str, str]:
             **_ONE_THREAD,
             "STOA_STATE": str(out.resolve() / "state"),
         },
-        without=("STOA_TEMPORAL_ADDRESS", "STOA_BUCKET_ENDPOINT", "STOA_BUCKET_NAME", "STOA_SIGNING_KEY"),
+        without=("STOA_TEMPORAL_ADDRESS", "STOA_BUCKET_ENDPOINT", "STOA_BUCKET_NAME", "STOA_SIGNING_KEY", *TEMPORAL_SECRETS),
     )
 
 
@@ -154,17 +158,26 @@ def _workers(options: Options) -> tuple[_Worker, ...]:
     config, state = str((options.out / "config.json").resolve()), options.out.resolve() / "state"
     trainer = _Worker("trainer", (sys.executable, "-m", "trainer_gpu.worker", config, "--state", str(state / "trainer")))
     mac = (sys.executable, "-m", "worker_mac.worker", "--always")
-    macs = [
-        _Worker(
-            f"mac-{number}",
-            (*mac, config, "--state", str(state / f"mac-{number}"), "--host", f"mac-{number}"),
-        )
-        for number in range(1, options.workers + 1)
-    ]
-    return (trainer, *macs)
+    return (trainer, *(_Worker(host, (*mac, "--state", str(state / host))) for host in _hosts(options)))
+
+
+def _hosts(options: Options) -> list[str]:
+    return [f"mac-{number}" for number in range(1, options.workers + 1)]
+
+
+def invite_macs(options: Options, config: RunConfig) -> None:
+    """Put an invitation into the state folder of each Mac: it joins as a friend's does, with a key that only reads."""
+    from worker_mac.invited import keep_invite
+
+    state = options.out / "state"
+    signer, credentials = Signer.from_seed(signing_seed(create=True, base=state)), mac_credentials(config.bucket)
+    for host in _hosts(options):
+        keep_invite(state / host, write_token(config, signer, credentials, host, seconds=INVITE_SECONDS)[0])
 
 
 def _start(house: Household, worker: _Worker, out: Path, env: Mapping[str, str]) -> None:
+    if worker.name != "trainer":
+        env = {name: value for name, value in env.items() if not name.startswith(("STOA_BUCKET_", "AWS_"))}
     worker.child = house.start(worker.name, worker.command, env=env, log=out / "logs" / f"{worker.name}.log")
 
 

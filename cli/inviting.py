@@ -16,7 +16,7 @@ from stoa.bucket.revocations import Revoked
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import SMALL_BYTES, Store
 from stoa.config.load import Credentials, bucket_credentials, is_loopback, mac_credentials
-from stoa.config.run import Bucket, Macs, RunConfig
+from stoa.config.run import RunConfig
 from stoa.contracts import names
 from stoa.contracts.errors import AccessDeniedError, ConfigError, InviteRevokedError, ObjectMissingError, SignatureError, UsageError
 
@@ -44,12 +44,6 @@ def seconds_of(text: str) -> float:
     return seconds
 
 
-def ticket_endpoint(config: RunConfig, macs: Macs | None = None) -> Bucket:
-    """The bucket as invited Macs see it."""
-    macs = config.macs if macs is None else macs
-    return config.bucket.model_copy(update={"endpoint": macs.bucket_endpoint or config.bucket.endpoint})
-
-
 def invite_mac(
     config: RunConfig, document: RunDocument, store: Store, seed: bytes, *, host: str = "", seconds: float, ca: Path | None = None
 ) -> Invited:
@@ -70,22 +64,26 @@ def invite_mac(
         raise InviteRevokedError(f"{reason}; the name is not used again in this run", hint="choose another --host")
     credentials = mac_credentials(config.bucket)
     check_mac_key(store, document.run, credentials)
-    macs, temporal, bucket = config.macs, config.temporal, ticket_endpoint(config)
-    token, invite = write_invite(
+    token, invite = write_token(config, signer, credentials, host, seconds=seconds, ca=_read_ca(ca))
+    return Invited(token, invite, tuple(_notes(config, invite)))
+
+
+def write_token(
+    config: RunConfig, signer: Signer, credentials: Credentials, host: str, *, seconds: float, ca: str = ""
+) -> tuple[str, Invite]:
+    """A token for the run of `config`, unchecked: `credentials` are those it carries, `signer` has the run's key."""
+    macs, temporal, bucket = config.macs, config.temporal, config.bucket
+    address, tls = (macs.temporal_address, macs.temporal_tls) if macs.temporal_address else (temporal.address, temporal.tls)
+    endpoint = macs.bucket_endpoint or bucket.endpoint
+    return write_invite(
         signer,
-        document.run,
+        config.run,
         host,
         seconds=seconds,
-        temporal=TemporalDoor(
-            macs.temporal_address or temporal.address,
-            temporal.namespace_mac,
-            macs.temporal_tls if macs.temporal_address else temporal.tls,
-            _read_ca(ca),
-        ),
-        bucket=BucketDoor(bucket.endpoint, bucket.name, bucket.region, credentials.key, credentials.secret, credentials.session),
+        temporal=TemporalDoor(address, temporal.namespace_mac, tls, ca),
+        bucket=BucketDoor(endpoint, bucket.name, bucket.region, credentials.key, credentials.secret, credentials.session),
         min_build=names.OLDEST_MAC_BUILD,
     )
-    return Invited(token, invite, tuple(_notes(config, invite)))
 
 
 def check_mac_key(store: Store, run: str, credentials: Credentials) -> None:

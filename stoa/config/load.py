@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from stoa.config.faults import Origin, config_error
 from stoa.config.host import MacHost
 from stoa.config.run import Bucket, RunConfig, Section, Temporal
-from stoa.contracts.access import Access
+from stoa.contracts.access import PLAIN, Access
 from stoa.contracts.errors import AccessDeniedError, ConfigError
 
 PROJECT_ROOT: Final = Path(__file__).resolve().parents[2]
@@ -179,13 +179,17 @@ def mac_credentials(bucket: Bucket, *, environ: Mapping[str, str] | None = None)
 def temporal_access(settings: Temporal, *, environ: Mapping[str, str] | None = None) -> Access:
     """How this host speaks to Temporal: TLS by `settings`, certificates and API key by the environment.
 
+    A server on this machine without TLS is never shown a cloud's key.
+
     Raises ConfigError for a file that cannot be read, half of a pair, or a key that would go out in clear.
     """
     source = os.environ if environ is None else environ
     api_key, ca, certificate, private_key = (source.get(name, "") for name in TEMPORAL_SECRETS)
     if bool(certificate) != bool(private_key):
         raise ConfigError("STOA_TEMPORAL_CERT and STOA_TEMPORAL_KEY go together", hint="set both to paths of PEM files, or none")
-    if not settings.tls and (ca or certificate or (api_key and not is_loopback(settings.address))):
+    if not settings.tls and is_loopback(settings.address):
+        return PLAIN
+    if not settings.tls and (ca or certificate or api_key):
         what = "STOA_TEMPORAL_API_KEY would be sent in clear" if api_key else "certificates are set"
         raise ConfigError(f"{what}, and temporal.tls is false", hint="set temporal.tls = true")
     return Access(

@@ -119,6 +119,26 @@ async def test_an_api_key_goes_with_every_call(tmp_path: Path) -> None:
     assert listener.heard == [("GetSystemInfo", "Bearer a-key"), ("DescribeNamespace", "Bearer a-key")]
 
 
+async def test_the_proxy_shows_its_own_key_and_no_macs_pass(store: Store) -> None:
+    listener = Listener()
+    upstream = grpc.aio.server(handlers=(listener,))
+    port = upstream.add_insecure_port("127.0.0.1:0")
+    await upstream.start()
+    proxy = Proxy("demo", SIGNER.public_key, Revoked(store, "demo", SIGNER.public_key), Listening("127.0.0.1:0"))
+    try:
+        await proxy.start(f"127.0.0.1:{port}", "mac", Access(api_key="the-proxys"))
+        door = TemporalDoor(proxy.address, "mac")
+        _, invite = write_invite(
+            SIGNER, "demo", "mac-1", seconds=600, temporal=door, bucket=BucketDoor("http://b:1", "b", "auto", "k", "s")
+        )
+        await require_namespace(await connect(proxy.address, "mac", access=invite.access))
+    finally:
+        await proxy.stop()
+        await upstream.stop(0)
+    assert {shown for _, shown in listener.heard} == {"Bearer the-proxys"}
+    assert len(listener.heard) == 3
+
+
 @asynccontextmanager
 async def proxy_with(server: TemporalServer, store: Store, tls: Tls, upstream: tuple[str, Access]) -> AsyncIterator[Proxy]:
     proxy = Proxy("demo", SIGNER.public_key, Revoked(store, "demo", SIGNER.public_key), Listening("127.0.0.1:0", tls))

@@ -62,7 +62,7 @@ def test_a_key_is_never_sent_in_clear_beyond_this_machine() -> None:
     assert "temporal.tls = true" in caught.value.hint
     with pytest.raises(ConfigError, match="certificates are set"):
         temporal_access(clear, environ={"STOA_TEMPORAL_CA": "x"})
-    assert temporal_access(Temporal(), environ={"STOA_TEMPORAL_API_KEY": "k"}).api_key == "k"
+    assert temporal_access(Temporal(), environ={"STOA_TEMPORAL_API_KEY": "k", "STOA_TEMPORAL_CA": "/nowhere"}) == PLAIN
 
 
 def test_macs_get_a_key_of_their_own_never_the_owners() -> None:
