@@ -5,6 +5,7 @@ The looking is done by a thread, because probes take milliseconds that a decode 
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from worker_mac.senses import NoProbe, Probe
 _log = structlog.get_logger(__name__)
 
 LOOK_SECONDS: Final = 1.0
+GUEST_FILE: Final = "guest.json"
+"""In the state folder."""
 NO_SLEEP_SECONDS: Final = 60.0
 """A system that has not slept this long after it said so does not: this clock stands still while it sleeps."""
 _LONGEST_REST_SECONDS: Final = 1.0
@@ -44,7 +47,7 @@ class Guest:
         memory: Path | None = None,
         awake: Awake | None = None,
     ) -> None:
-        """spent_budget: which budget of the network is spent, in words. memory: file by which a new process knows the last start."""
+        """spent_budget: which budget of the network is spent, in words. memory: file in which it is noted."""
         self.allowed = allowed or MacHost()
         self._probe, self._spent_budget, self._look_seconds = probe or NoProbe(), spent_budget, look_seconds
         self._memory, self._awake = memory, awake or Awake()
@@ -57,9 +60,10 @@ class Guest:
         self.caution = Caution()
         """What crashes of the whole Mac ask for."""
         self._sleep_due: float | None = None
+        self._noted: tuple[str, str, bool, float | None] | None = None
         self.spool_bytes = 0
         """Kept up to date by the engine."""
-        self.decision: Decision = replace(PLAY, since_seconds=time.monotonic(), restarted_at_seconds=self._remembered())
+        self.decision: Decision = replace(PLAY, since_seconds=time.monotonic(), restarted_at_seconds=_last_restart(memory))
 
     def start(self) -> None:
         """Look once, then every second until `close`."""
@@ -89,10 +93,9 @@ class Guest:
             )
             self.decision = decide(self._senses, self.allowed, before)
             self._hold()
+            self._note()
         if (self.decision.state, self.decision.reason) != (before.state, before.reason):
             _log.info("guest_decided", state=self.decision.state, reason=self.decision.reason, heat=self.heat)
-        if self.decision.restarted_at_seconds != before.restarted_at_seconds:
-            self._remember()
         return self.decision
 
     @property
@@ -138,12 +141,14 @@ class Guest:
         self._still.clear()
         with self._looking:
             self._hold()
+            self._note()
         try:
             yield
         finally:
             self._still.set()
             with self._looking:
                 self._hold()
+                self._note()
 
     def be_still(self, timeout_seconds: float) -> bool:
         """Before the system sleeps: no group is started, and those in hand are let go of. False if they were not in time."""
@@ -166,19 +171,52 @@ class Guest:
         while not self._ended.wait(self._look_seconds):
             self.look()
 
-    def _remembered(self) -> float | None:
-        """When something last started after a stop that may flap, on this process's clock."""
+    def _note(self) -> None:
+        """Write down, for people and for the next process, what is so now; nothing if nothing has changed."""
         if self._memory is None:
-            return None
-        try:
-            return time.monotonic() - max(0.0, time.time() - float(json.loads(self._memory.read_text("ascii"))["restarted_at"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def _remember(self) -> None:
-        restarted = self.decision.restarted_at_seconds
-        if self._memory is None or restarted is None:
             return
+        decision, restarted = self.decision, self.decision.restarted_at_seconds
+        now = (decision.state, decision.reason, self.playing_now, restarted)
+        if now == self._noted:
+            return
+        self._noted = now
+        document = {
+            "restarted_at": None if restarted is None else _wall_clock(restarted),
+            "state": decision.state,
+            "reason": decision.reason,
+            "is_playing": self.playing_now,
+            "since": _wall_clock(decision.since_seconds),
+            "pid": os.getpid(),
+        }
         part = self._memory.with_name(f"{self._memory.name}.part")
-        part.write_text(json.dumps({"restarted_at": time.time() - (time.monotonic() - restarted)}), "ascii")
+        part.write_text(json.dumps(document), "utf-8")
         part.replace(self._memory)
+
+
+def _wall_clock(at_seconds: float) -> float:
+    """A time of the clock that never goes back, in Unix seconds."""
+    return time.time() - (time.monotonic() - at_seconds)
+
+
+def _last_restart(path: Path | None) -> float | None:
+    """When something last started after a stop that may flap, by the note of an earlier process, on this one's clock."""
+    try:
+        at = None if path is None else json.loads(path.read_text("utf-8"))["restarted_at"]
+        return None if at is None else time.monotonic() - max(0.0, time.time() - float(at))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def said_now(path: Path, pid: int) -> str:
+    """What the worker with this process id does now, by its note, in words; "" if it has not said."""
+    try:
+        noted = json.loads(path.read_text("utf-8"))
+        if noted["pid"] != pid:
+            return ""
+        since = time.strftime("%H:%M", time.localtime(float(noted["since"])))
+        doing = "plays" if noted["is_playing"] else "waits for groups to play"
+        if noted["state"] in ("full", "gentle"):
+            return doing + (f" gently, since {noted['reason']}" if noted["state"] == "gentle" else "")
+        return f"pauses since {since}: {noted['reason']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

@@ -46,7 +46,7 @@ from stoa.contracts.errors import (
 from stoa.contracts.fleet_messages import Notice
 from stoa.telemetry import log as telemetry
 from worker_mac.ending import ANEW_SECONDS, FINISH_SECONDS, LEAVE_SECONDS, LastCall, begin_anew, cut_short, leave
-from worker_mac.guest import Guest
+from worker_mac.guest import GUEST_FILE, Guest
 from worker_mac.identity import Identity, pin_key
 from worker_mac.invited import Entry, enter
 from worker_mac.limits import Budgets, CappedMeters
@@ -229,7 +229,7 @@ class _Worker:
             allowed,
             None if options.always else probe_here(),
             spent_budget=self._budgets.spent,
-            memory=identity.folder / "guest.json",
+            memory=identity.folder / GUEST_FILE,
         )
         self._guest.caution = panics.look()
         self._looked_for_crashes = time.monotonic()

@@ -17,6 +17,7 @@ from cli.doctor.finding import Finding, bad, good, warn
 from cli.doctor.scene import Scene
 from cli.say import bytes_text
 from stoa.config.load import state_base
+from worker_mac.guest import GUEST_FILE, said_now
 from worker_mac.holds import WIRED_MARGIN_BYTES
 from worker_mac.identity import lock_holder
 from worker_mac.model_config import read_model_config
@@ -129,7 +130,8 @@ def check_worker(scene: Scene) -> Finding | None:
     holder = lock_holder(scene.folder)
     starts = "" if agent is None or not agent.installed else "; it starts at log-in"
     if holder is not None:
-        return good(WORKER, f"process {holder} works with {scene.folder}{starts}")
+        doing = said_now(scene.folder / GUEST_FILE, holder)
+        return good(WORKER, f"process {holder} works with {scene.folder}{starts}" + (f"; it {doing}" if doing else ""))
     if agent is not None and agent.loaded and not agent.pid and agent.last_exit not in ("", "0", "(never exited)"):
         return warn(WORKER, f"the log-in worker ended with {agent.last_exit}{starts}", f"see {scene.folder / 'worker.log'}")
     return good(WORKER, f"none runs with {scene.folder}{starts}")

@@ -1,5 +1,6 @@
 """An engine whose Mac is sensed: it pauses, rests and narrows as its owner allows, and loses no finished group."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from stoa.config.host import MacHost
 from tests.unit.worker_mac.publishing import Publishing, Quiet, train_request
 from tests.unit.worker_mac.tasks import Dialogue
 from worker_mac.engine import MacEngine, Waits
-from worker_mac.guest import Guest
+from worker_mac.guest import Guest, said_now
 from worker_mac.holds import Awake
 from worker_mac.panics import Caution
 from worker_mac.power import Senses
@@ -312,3 +313,23 @@ def test_a_crash_waits_in_words_and_then_plays_fewer_groups(mac: Sensed) -> None
     assert "crashed" in guest.look().reason
     guest.caution = Caution(until=time.time() - 1.0, share=0.5)
     assert (guest.look().state, guest.decision.width) == ("full", 0.5)
+
+
+def test_what_the_guest_does_is_noted_in_words_for_its_owner(mac: Sensed, tmp_path: Path) -> None:
+    path = tmp_path / "guest.json"
+    guest, pid = Guest(MacHost(), mac, memory=path), os.getpid()
+    assert said_now(path, pid) == ""
+    guest.look()
+    assert said_now(path, pid) == "waits for groups to play"
+    with guest.playing():
+        assert said_now(path, pid) == "plays"
+        mac.senses = replace(mac.senses, idle_seconds=1.0)
+        guest.look()
+        assert said_now(path, pid) == "plays gently, since somebody uses the Mac"
+    mac.senses = replace(mac.senses, on_mains=False)
+    guest.look()
+    assert said_now(path, pid).startswith("pauses since ") and said_now(path, pid).endswith(": the Mac is on battery")
+    assert said_now(path, pid + 1) == ""  # a note of an earlier process
+    noted = path.stat().st_mtime_ns
+    guest.look()
+    assert path.stat().st_mtime_ns == noted
