@@ -8,14 +8,16 @@ from cli import say
 from cli.say import Exit
 
 
-def join(run: str = "", /, *, at_login: bool = False, state: Path | None = None, no_doctor: bool = False) -> Exit:
+def join(run: str = "", /, *, stdin: bool = False, at_login: bool = False, state: Path | None = None, no_doctor: bool = False) -> Exit:
     """Let this Mac generate rollouts for a run: in this window, or at each log-in.
 
     Parameters
     ----------
     run
-        The token of an invitation, or - to read it from standard input; or a configuration of your own. When left out: the
-        invitation that was taken before, else the demo's configuration.
+        The token of an invitation, or a configuration of your own. When left out: the invitation that was taken before, else
+        the demo's configuration.
+    stdin
+        Read the token from standard input: there it stands in no list of processes and no history of a shell.
     at_login
         Start it now and at each log-in, again after a crash only; `stoa leave` undoes it.
     state
@@ -30,8 +32,8 @@ def join(run: str = "", /, *, at_login: bool = False, state: Path | None = None,
     from worker_mac.service import Service, worker_command
 
     folder, file = state or state_folder("mac"), None
-    text = sys.stdin.read().strip() if run == "-" else run
-    if run == "-" or text.startswith(PREFIX) or (text.startswith("stoa") and not Path(text).exists()):
+    text = sys.stdin.read().strip() if stdin else run
+    if stdin or text.startswith(PREFIX) or (text.startswith("stoa") and not Path(text).exists()):
         invite = keep_invite(folder, text)
         say.talk(f"invited to run {invite.run} as {invite.host}; the token is kept in {folder}, for you alone")
     elif text:
