@@ -5,7 +5,7 @@ gets no work. What follows from silence is decided by `connection.supervise`.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final, Protocol
@@ -43,13 +43,14 @@ class _Queue:
 class PollWatch:
     """Follows the metrics of one SDK runtime. For one thread."""
 
-    def __init__(self, updates: Updates) -> None:
+    def __init__(self, updates: Updates, clock: Callable[[], float] = time.monotonic) -> None:
         self._updates = updates
+        self._clock = clock
         self._queues: dict[str, _Queue] = {}
 
     def silent_seconds(self, queue: str) -> float:
         """Seconds without a poll of `queue` beginning or ending while it had nothing to do; counts from the first call."""
-        now = time.monotonic()
+        now = self._clock()
         for update in self._updates.retrieve_updates():
             self._note(update, now)
         found = self._queues.setdefault(queue, _Queue(now))
@@ -59,7 +60,7 @@ class PollWatch:
 
     def begin(self, queue: str) -> None:
         """Another worker polls `queue` from here on."""
-        self._queues[queue] = _Queue(time.monotonic())
+        self._queues[queue] = _Queue(self._clock())
 
     def _note(self, update: BufferedMetricUpdate, now: float) -> None:
         queue = update.attributes.get("task_queue")

@@ -13,7 +13,7 @@ from temporalio.client import Client
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.worker import Worker
 
-from activities.connection import connect_forever, make_worker, supervise
+from activities.connection import connect_forever, make_runtime, make_worker, supervise
 from activities.evaluate import EvaluationActivities
 from activities.fleet import FleetActivities
 from activities.grants import GrantActivities
@@ -70,26 +70,39 @@ async def trainer(client: Client, run: str, folder: Folder, name: str, stop: asy
 
 async def mac(client: Client, run: str, folder: Folder, host: str, stop: asyncio.Event) -> None:
     activities = RolloutActivities(FolderMac(folder, host))
-    await client.start_workflow(
-        names.MAC_SESSION,
-        SessionInput(run, host, groups=4, heartbeat_seconds=HEARTBEAT_SECONDS, continue_after_events=150),
-        id=names.session_workflow_id(run, host),
-        task_queue=names.control_queue(run),
-        start_signal=names.HELLO,
-        start_signal_args=[Hello(host, secrets.token_hex(4))],
-        id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
-    )
+    nonce = secrets.token_hex(4)
+
+    async def hello(reason: str) -> None:
+        await client.start_workflow(
+            names.MAC_SESSION,
+            SessionInput(run, host, groups=4, heartbeat_seconds=HEARTBEAT_SECONDS, continue_after_events=150),
+            id=names.session_workflow_id(run, host),
+            task_queue=names.control_queue(run),
+            start_signal=names.HELLO,
+            start_signal_args=[Hello(host, nonce, "0.1.0", reason)],
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+        )
+
+    async def watch() -> None:
+        while not stop.is_set():
+            await asyncio.sleep(0.5)
+            if activities.take_lost():
+                await hello("lost")
 
     async def make() -> Worker:
         return make_worker(client, names.mac_queue(run, host), activities=activities.served(), max_concurrent_activities=1)
 
+    await hello("start")
+    watching = asyncio.create_task(watch())
     await supervise(make, stop)
+    watching.cancel()
+    await activities.close()
 
 
 async def main(role: str, address: str, run: str, root: str, name: str) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    client = await connect_forever(address, "default")
+    client = await connect_forever(address, "default", runtime=make_runtime(10.0))
     folder = Folder(Path(root))
     if role == "control":
 
