@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal.kernels import FLOATS, Kernel, Launcher, demand, expect, launch_on_metal
-from metal.reference import PAGE_TOKENS, RANGE_PAGES
+from metal.sizes import PAGE_TOKENS, RANGE_PAGES
 
 SPLIT: Final = RANGE_PAGES * PAGE_TOKENS
 """Tokens of a piece; the bodies have this number too."""

@@ -21,8 +21,9 @@ from metal.conv import ConvKernel
 from metal.experts import ExpertsKernel
 from metal.head import HeadKernel
 from metal.kernels import Launcher, launch_on_metal, metal_works
-from metal.reference import PAGE_TOKENS, Int8, attend_plain, convolve_plain, draw_plain, experts_plain
-from metal.routing import RouterKernel, RouterRule, route_plain
+from metal.reference import Int8, attend_plain, convolve_plain, draw_plain, experts_plain
+from metal.router import RouterKernel, RouterRule, route_plain
+from metal.sizes import PAGE_TOKENS
 
 NAMES = {"K1": "experts", "K2": "head", "K3": "attention", "K4": "router", "K5": "prefix", "K6": "conv"}
 _CALLS_A_TRY = 8

@@ -19,8 +19,9 @@ from metal.conv import ConvKernel
 from metal.experts import ExpertsKernel
 from metal.head import HeadKernel
 from metal.kernels import Launcher, launch_on_metal
-from metal.reference import PAGE_TOKENS, Int8, attend_plain, convolve_plain, draw_plain, experts_plain
-from metal.routing import OrderKernel, RouterKernel, RouterRule, order_plain, route_plain
+from metal.reference import Int8, attend_plain, convolve_plain, draw_plain, experts_plain
+from metal.router import OrderKernel, RouterKernel, RouterRule, order_plain, route_plain
+from metal.sizes import PAGE_TOKENS
 from stoa.contracts.errors import KernelArgumentsError
 
 KERNELS: Final = ("experts", "head", "attention", "router", "prefix", "conv")

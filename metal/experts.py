@@ -11,8 +11,9 @@ from typing import Final
 import mlx.core as mx
 
 from metal.kernels import FLOATS, Kernel, Launcher, demand, expect, expect_int8, launch_on_metal
-from metal.reference import GROUP_SIZE, Int8
-from metal.routing import Order, OrderKernel
+from metal.reference import Int8
+from metal.router import Order, OrderKernel
+from metal.sizes import GROUP_SIZE
 
 COLUMNS: Final = 32
 """Columns of the output a threadgroup makes."""

@@ -1,8 +1,7 @@
-"""Compiles and calls the `.metal` bodies of this folder, and decides once a process whether a kernel may be used.
+"""Compiles and calls the `.metal` bodies of this folder, and checks what they are called with.
 
-Linux has no Metal back end (`mx.fast.metal_kernel` raises when it is called), so every kernel has a plain-op reference
-and a `Switch` between the two. A kernel that a start-up self-test finds to disagree is never used. What launches a body
-is a port: `mx.fast.metal_kernel`, or an emulator with the same signature.
+What launches a body is a port: `mx.fast.metal_kernel`, which raises where there is no Metal back end, or an emulator with
+the same signature. Whether a kernel is used is `ops.py`'s to say.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,15 +10,14 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import mlx.core as mx
-import structlog
 
-from metal.reference import GROUP_SIZE, Int8
+from metal.reference import Int8
+from metal.sizes import GROUP_SIZE
 from stoa.contracts.errors import KernelArgumentsError
 
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 """Types of activations and of scales that bodies take."""
 _FOLDER = Path(__file__).parent
-_log = structlog.get_logger(__name__)
 
 Compiled = Callable[..., list[mx.array]]
 
@@ -114,29 +112,3 @@ def expect_int8(kernel: str, name: str, weight: Int8, *shape: int) -> None:
     for part in (weight.scales, weight.biases):
         expect(kernel, f"{name}'s scales and biases", part, (*outer, inner // GROUP_SIZE), mx.bfloat16, mx.float32)
     demand(kernel, weight.scales.dtype == weight.biases.dtype, f"{name} has scales and biases of two types")
-
-
-class Switch:
-    """Kernel or plain ops, decided on first use: `available()` first, then `self_test()`, which says "" or what differs."""
-
-    def __init__(self, name: str, *, available: Callable[[], bool], self_test: Callable[[], str]) -> None:
-        self._name = name
-        self._available, self._self_test = available, self_test
-        self.reason = "not decided yet"
-        """Why plain ops are used; "" where the kernel is."""
-
-    @cached_property
-    def uses_kernel(self) -> bool:
-        """True if the kernel computes; False if the plain ops do, for `reason`."""
-        self.reason = self._decide()
-        if self.reason and self.reason != "no Metal back end":
-            _log.warning("kernel_refused", kernel=self._name, reason=self.reason)
-        return not self.reason
-
-    def _decide(self) -> str:
-        if not self._available():
-            return "no Metal back end"
-        try:
-            return self._self_test()
-        except (RuntimeError, ValueError) as error:  # MLX raises these for a body the driver's compiler refuses
-            return f"does not run: {str(error)[:200]}"

@@ -1,23 +1,23 @@
-"""The MoE router: fp32 logits to the chosen experts and their weights, as plain MLX ops and as a Metal kernel.
+"""K4, the MoE router: hidden states to experts, their weights, and the order in which experts take their rows.
 
-The plain-op form is the reference and runs everywhere; `Router` uses the kernel of `router.metal` where there is a
-Metal back end and a start-up self-test agrees, else the reference. The matmul that makes the logits is the model's.
+The plain-op form is the reference and runs everywhere. Logits are fp32 sums in both, but in another order of additions:
+two scores closer than that difference may be chosen otherwise, equal rows of the gate never.
 
-Legend: N tokens, E experts, K experts chosen a token.
+Legend: N tokens, D width, E experts, K experts chosen a token; a place is token * K + choice.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import mlx.core as mx
 
-from metal.kernels import Kernel, Switch, metal_works
+from metal.kernels import FLOATS, Kernel, Launcher, demand, expect, launch_on_metal
 
-MAX_EXPERTS = 256
-"""The kernel gives each of a simdgroup's 32 lanes at most 8 experts."""
-_EPSILON = 1e-6
-_SIMD_WIDTH = 32
-_SELF_TEST_SHAPES = ((3, 8, 2), (65, 32, 4), (33, 64, 6))
+MAX_EXPERTS: Final = 256
+"""The kernel gives each of a simdgroup's 32 lanes at most 8 experts, and records an expert in one byte."""
+EPSILON: Final = 1e-6
+"""Added to the sum of weights before they are divided by it."""
+_NAME = "router"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +30,34 @@ class RouterRule:
     scale: float
 
 
-def route_plain(logits: mx.array, bias: mx.array, rule: RouterRule) -> tuple[mx.array, mx.array]:
+class Routing(NamedTuple):
+    """Who computes what: experts uint32 [N, K] by falling biased score, weights float32 [N, K]; record uint8, the experts again."""
+
+    experts: mx.array
+    weights: mx.array
+    record: mx.array
+
+
+class Order(NamedTuple):
+    """Places by expert: order int32 [N * K]; offsets int32 [E + 1], where each expert's begin in it; counts int32 [E]."""
+
+    order: mx.array
+    offsets: mx.array
+    counts: mx.array
+
+
+def route_plain(x: mx.array, gate: mx.array, bias: mx.array, rule: RouterRule) -> Routing:
     """Choose experts: top K of sigmoid(logits) + bias, the lower index first among equals; weigh them without the bias.
 
     Args:
-        logits: float32 [N, E].
+        x: [N, D].
+        gate: [E, D], both in any float type; logits are their product in float32.
         bias: float32 [E], used for the choice only.
         rule: the model's routing rule.
-
-    Returns:
-        experts uint32 [N, K] in order of falling biased score, weights float32 [N, K].
     """
-    scores_NE = mx.sigmoid(logits)
+    # A product a token, so that a token's logits do not depend on how many there are.
+    logits_NE = (x.astype(mx.float32)[:, None] @ gate.astype(mx.float32).T[None])[:, 0]
+    scores_NE = mx.sigmoid(logits_NE)
     left_NE = scores_NE + bias
     lanes_E = mx.arange(rule.num_experts, dtype=mx.uint32)
     chosen: list[mx.array] = []
@@ -52,58 +68,62 @@ def route_plain(logits: mx.array, bias: mx.array, rule: RouterRule) -> tuple[mx.
     experts_NK = mx.concatenate(chosen, axis=-1)
     weights_NK = mx.take_along_axis(scores_NE, experts_NK, axis=-1)
     if rule.normalise:
-        weights_NK = weights_NK / (weights_NK.sum(axis=-1, keepdims=True) + _EPSILON)
-    return experts_NK, weights_NK if rule.scale == 1.0 else weights_NK * rule.scale
+        weights_NK = weights_NK / (weights_NK.sum(axis=-1, keepdims=True) + EPSILON)
+    weights_NK = weights_NK if rule.scale == 1.0 else weights_NK * rule.scale
+    return Routing(experts_NK, weights_NK, experts_NK.astype(mx.uint8))
 
 
-class Router:
-    """Chooses experts for one model; `switch` tells whether the kernel or the plain ops do it, and why."""
-
-    def __init__(self, rule: RouterRule, *, available: Callable[[], bool] = metal_works) -> None:
-        self.rule = rule
-        self._kernel = Kernel("router", inputs=("logits", "bias", "scale"), outputs=("experts", "weights"))
-        fits = rule.num_experts <= MAX_EXPERTS and rule.top_k <= rule.num_experts
-        self.switch = Switch("router", available=lambda: fits and available(), self_test=lambda: self_test(self._kernel))
-
-    def __call__(self, logits: mx.array, bias: mx.array) -> tuple[mx.array, mx.array]:
-        """As `route_plain`, by the kernel where it is used."""
-        if self.switch.uses_kernel:
-            return route_kernel(self._kernel, logits, bias, self.rule)
-        return route_plain(logits, bias, self.rule)
+def order_plain(experts: mx.array, num_experts: int) -> Order:
+    """Places of uint32 [N, K] experts by expert, those of one expert in their order."""
+    flat = experts.reshape(-1)
+    # Equal keys would leave the order to the sort; these keys differ.
+    order = mx.argsort(flat.astype(mx.int32) * flat.size + mx.arange(flat.size, dtype=mx.int32)).astype(mx.int32)
+    counts_E = (flat[:, None] == mx.arange(num_experts, dtype=mx.uint32)).astype(mx.int32).sum(axis=0)
+    return Order(order, mx.concatenate([mx.zeros((1,), mx.int32), mx.cumsum(counts_E).astype(mx.int32)]), counts_E)
 
 
-def route_kernel(kernel: Kernel, logits: mx.array, bias: mx.array, rule: RouterRule) -> tuple[mx.array, mx.array]:
-    """As `route_plain`, by `kernel`: one simdgroup a token."""
-    num_tokens = logits.shape[0]
-    experts, weights = kernel(
-        inputs=[logits, bias, mx.array([rule.scale], dtype=mx.float32)],
-        template=[("E", rule.num_experts), ("K", rule.top_k), ("NORMALISE", rule.normalise)],
-        grid=(_SIMD_WIDTH, num_tokens, 1),
-        threadgroup=(_SIMD_WIDTH, 1, 1),
-        output_shapes=[(num_tokens, rule.top_k)] * 2,
-        output_dtypes=[mx.uint32, mx.float32],
-    )
-    return experts, weights
+class RouterKernel:
+    """As `route_plain`, by router.metal."""
+
+    def __init__(self, launcher: Launcher = launch_on_metal) -> None:
+        self._route = Kernel("router", inputs=("x", "gate", "bias", "scale"), outputs=("experts", "weights", "record"), launcher=launcher)
+
+    def __call__(self, x: mx.array, gate: mx.array, bias: mx.array, rule: RouterRule) -> Routing:
+        """As `route_plain`. Raises KernelArgumentsError."""
+        num_tokens, num_experts, top_k = x.shape[0], rule.num_experts, rule.top_k
+        expect(_NAME, "x", x, (-1, -1), *FLOATS)
+        demand(_NAME, num_tokens > 0, "no tokens")
+        expect(_NAME, "gate", gate, (num_experts, x.shape[1]), *FLOATS)
+        expect(_NAME, "bias", bias, (num_experts,), mx.float32)
+        demand(_NAME, 0 < top_k <= num_experts <= MAX_EXPERTS, f"top {top_k} of {num_experts} experts, of at most {MAX_EXPERTS}")
+        experts, weights, record = self._route(
+            inputs=[x, gate, bias, mx.array([rule.scale], dtype=mx.float32)],
+            template=[("D", x.shape[1]), ("E", num_experts), ("K", top_k), ("NORMALISE", rule.normalise)],
+            grid=(256, num_tokens, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[(num_tokens, top_k)] * 3,
+            output_dtypes=[mx.uint32, mx.float32, mx.uint8],
+        )
+        return Routing(experts, weights, record)
 
 
-def self_test(kernel: Kernel) -> str:
-    """Compare kernel and reference on seeded cases with exact ties; "" if they agree, else what differs."""
-    for num_tokens, num_experts, top_k in _SELF_TEST_SHAPES:
-        for normalise in (True, False):
-            rule = RouterRule(num_experts, top_k, normalise, 1.0 if normalise else 2.5)
-            logits, bias = tied_case(num_tokens, num_experts)
-            ours, wanted = route_kernel(kernel, logits, bias, rule), route_plain(logits, bias, rule)
-            case = f"{num_tokens} tokens, {num_experts} experts, top {top_k}"
-            if not mx.array_equal(ours[0], wanted[0]).item():
-                return f"other experts at {case}"
-            if not mx.allclose(ours[1], wanted[1], rtol=1e-5, atol=1e-6).item():
-                return f"other weights at {case}"
-    return ""
+class OrderKernel:
+    """As `order_plain`, by expert_order.metal."""
 
+    def __init__(self, launcher: Launcher = launch_on_metal) -> None:
+        self._order = Kernel("expert_order", inputs=("experts", "size"), outputs=("order", "offsets", "counts"), launcher=launcher)
 
-def tied_case(num_tokens: int, num_experts: int) -> tuple[mx.array, mx.array]:
-    """Seeded logits float32 [N, E] on a coarse grid, so that many scores are equal, and a bias float32 [E] of halves."""
-    keys = mx.random.split(mx.random.key(num_tokens * 1000 + num_experts))
-    logits = mx.round(mx.random.normal((num_tokens, num_experts), key=keys[0]) * 2.0) / 2.0
-    bias = mx.floor(mx.random.uniform(shape=(num_experts,), key=keys[1]) * 3.0) / 2.0
-    return logits.astype(mx.float32), bias.astype(mx.float32)
+    def __call__(self, experts: mx.array, num_experts: int) -> Order:
+        """As `order_plain`. Raises KernelArgumentsError."""
+        expect(_NAME, "experts", experts, (-1, -1), mx.uint32)
+        demand(_NAME, experts.size > 0 and 0 < num_experts <= MAX_EXPERTS, f"{experts.size} places of {num_experts} experts")
+        return Order(
+            *self._order(
+                inputs=[experts, mx.array([experts.size], dtype=mx.int32)],
+                template=[("E", num_experts)],
+                grid=(1024, 1, 1),
+                threadgroup=(1024, 1, 1),
+                output_shapes=[(experts.size,), (num_experts + 1,), (num_experts,)],
+                output_dtypes=[mx.int32] * 3,
+            )
+        )

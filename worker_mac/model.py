@@ -10,7 +10,7 @@ L lines of a convolution, D hidden size, Q query heads, G key/value heads, H hea
 V vocabulary, T taps kept.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,14 +18,16 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from metal.ops import choose_ops
+from metal.attention import Groups, group_rows
+from metal.check import Dims
+from metal.ops import Ops, choose_ops
 from metal.reference import Int8, linear, silu
 from metal.router import RouterRule
 from metal.sizes import BITS, GROUP_SIZE, PAGE_TOKENS
 from stoa.contracts.errors import LayoutError
 from worker_mac.cache import Cache, CacheShape
 from worker_mac.model_config import ModelConfig
-from worker_mac.plan import Ints, Layout
+from worker_mac.plan import Ints, Layout, Tiles
 
 
 class AttentionWeights(NamedTuple):
@@ -97,6 +99,17 @@ class TileFeed:
     tables: mx.array
     lengths: mx.array
     queries: mx.array | None
+    groups: Groups | None = None
+    """Queries that read a common prompt together, where attention can."""
+
+    @classmethod
+    def of(cls, tiles: Tiles, rows_of_group: int) -> "TileFeed":
+        """The arrays; queries are put into groups of at most `rows_of_group`, into none if that is 0."""
+        groups = None
+        if rows_of_group and tiles.prompts is not None:
+            groups = group_rows(tiles.tables, tiles.lengths, tiles.prompts, rows_of_group)
+        queries = None if tiles.queries is None else mx.array(tiles.queries)
+        return cls(mx.array(tiles.tables), mx.array(tiles.lengths), queries, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +138,8 @@ class Feed:
     stretches: StretchFeed | None
 
     @classmethod
-    def of(cls, layout: Layout, angles: Angles) -> "Feed":
-        """The arrays of a layout."""
+    def of(cls, layout: Layout, angles: Angles, rows_of_group: int = 0) -> "Feed":
+        """The arrays of a layout. `rows_of_group`: what the model's `group_rows` says."""
         stretches = layout.stretches
         cosines, sines = angles.at(layout.positions)
         return cls(
@@ -134,9 +147,7 @@ class Feed:
             turns=(mx.array(cosines), mx.array(sines)),
             pages=mx.array(layout.pages),
             offsets=mx.array(layout.positions % PAGE_TOKENS),
-            tiles=tuple(
-                TileFeed(mx.array(t.tables), mx.array(t.lengths), None if t.queries is None else mx.array(t.queries)) for t in layout.tiles
-            ),
+            tiles=tuple(TileFeed.of(tiles, rows_of_group) for tiles in layout.tiles),
             unpack=None if layout.unpack is None else mx.array(layout.unpack),
             num_single=layout.num_single,
             single_slots=mx.array(layout.single_slots),
@@ -156,20 +167,26 @@ class Model:
         *,
         dtype: mx.Dtype | None = None,
         sort_experts: bool | None = None,
+        without_kernels: Collection[str] = (),
+        ops: Ops | None = None,
     ) -> None:
-        """dtype: of activations, that of the raw weights unless given; keys and values are kept in that of the weights."""
+        """dtype: of activations, that of the raw weights unless given; keys and values are kept in that of the weights.
+
+        without_kernels: parts of `metal.check.KERNELS` that plain ops are to compute. ops: chosen already.
+        """
         self.config = config
         self._arrays = arrays
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        self._sort_experts = on_gpu if sort_experts is None else sort_experts
         raw_dtype = self._raw("model.embedding_norm").dtype
         self.dtype = dtype or raw_dtype
         self._embedding = self._int8("model.embed_tokens")
         self._head_norm = self._raw("model.embedding_norm")
         self._layers = [self._layer(index) for index in range(config.num_layers)]
         self.angles = Angles(config.head_size, config.rope_theta)
-        rule = RouterRule(config.num_experts, config.experts_per_token, config.normalise_weights, config.routed_scale)
-        self._ops = choose_ops(rule if config.num_experts else None)
+        self._rule = RouterRule(config.num_experts, config.experts_per_token, config.normalise_weights, config.routed_scale)
+        self.dims = self._dims(raw_dtype)
+        sort_experts = on_gpu if sort_experts is None else sort_experts
+        self._ops = ops or choose_ops(self.dims, without=without_kernels, sort_experts=sort_experts)
         conv = tuple(i for i in range(config.num_layers) if i not in config.attention_layers)
         self.cache_shape = CacheShape(
             config.attention_layers, conv, config.num_kv_heads, config.head_size, config.conv_kernel - 1,
@@ -178,13 +195,18 @@ class Model:
 
     @property
     def ops(self) -> str:
-        """What computes: the names of the parts that own kernels compute, or "plain" if only MLX's own ops do."""
-        return "metal" if self._ops.kernels else "plain"
+        """What computes, for a fingerprint: "plain" if only MLX's own ops do, else "metal" and which parts if not all."""
+        return self._ops.name
+
+    @property
+    def group_rows(self) -> int:
+        """Rows with a common prompt that attention takes together; 0 if it does not."""
+        return self.dims.group_rows if self._ops.shares_prompts else 0
 
     def hidden(self, feed: Feed, cache: Cache, routes: list[mx.array] | None = None) -> mx.array:
         """Feed tokens: writes the cache, gives the final hidden states [N, D].
 
-        `routes`, if given, is appended the experts [N, K] of each MoE layer.
+        `routes`, if given, is appended the experts uint8 [N, K] of each MoE layer.
         """
         codes, scales, biases = (array[feed.tokens] for array in self._embedding)
         x_ND = mx.dequantize(codes, scales.astype(self.dtype), biases.astype(self.dtype), group_size=GROUP_SIZE, bits=BITS)
@@ -195,15 +217,13 @@ class Model:
             else:
                 x_ND = x_ND + self._convolve(index, mixer, normed_ND, feed, cache)
             normed_ND = self._norm(x_ND, layer.ffn_norm)
-            if layer.routing is None or self._ops.route is None:
+            if layer.routing is None:
                 x_ND = x_ND + self._mlp(layer.mlp, normed_ND)
                 continue
-            # A product a token, so that a token's logits do not depend on how many there are.
-            logits_N1E = normed_ND.astype(mx.float32)[:, None] @ layer.routing.gate.astype(mx.float32).T[None]
-            experts_NK, weights_NK = self._ops.route(logits_N1E[:, 0], layer.routing.bias)
-            x_ND = x_ND + self._ops.experts(normed_ND, experts_NK, weights_NK, *layer.mlp, sort=self._sort_experts)
+            routing = self._ops.route(normed_ND, layer.routing.gate, layer.routing.bias, self._rule)
+            x_ND = x_ND + self._ops.experts(normed_ND, routing.experts, routing.weights, *layer.mlp)
             if routes is not None:
-                routes.append(experts_NK)
+                routes.append(routing.record)
         return self._norm(x_ND, self._head_norm)
 
     def draw(self, hidden: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
@@ -237,7 +257,8 @@ class Model:
                 num_taken += tile.tables.shape[0]
             else:
                 q_XWQH = q_NQH[tile.queries]
-            outs.append(self._ops.attend(q_XWQH, keys, values, tile.tables, tile.lengths, size**-0.5).reshape(-1, num_q * size))
+            out_XWQH = self._ops.attend(q_XWQH, keys, values, tile.tables, tile.lengths, size**-0.5, tile.groups)
+            outs.append(out_XWQH.reshape(-1, num_q * size))
         out_ND = outs[0] if len(outs) == 1 else mx.concatenate(outs)
         return linear(out_ND if feed.unpack is None else out_ND[feed.unpack], weights.out)
 
@@ -291,6 +312,15 @@ class Model:
             names = ("gate_proj", "up_proj", "down_proj") if self.config.num_experts else ("w1", "w3", "w2")
         mlp = MlpWeights(*(self._int8(f"{block}.{name}") for name in names))
         return LayerWeights(self._raw(f"{path}.operator_norm"), self._raw(f"{path}.ffn_norm"), mixer, mlp, routing)
+
+    def _dims(self, raw_dtype: mx.Dtype) -> Dims:
+        """What kernels are compiled for."""
+        config = self.config
+        inner = next((layer.mlp.gate.codes.shape[-2] for layer in self._layers if layer.routing is not None), 0)
+        return Dims(
+            config.hidden_size, inner, config.num_experts, config.experts_per_token, config.num_heads, config.num_kv_heads,
+            config.head_size, config.conv_kernel, self.dtype, raw_dtype,
+        )  # fmt: skip
 
     def _int8(self, module: str) -> Int8:
         return Int8(*(self._array(f"{module}.{part}") for part in ("weight", "scales", "biases")))

@@ -41,6 +41,8 @@ class Work:
     """Where each sequence's tails of convolutions are kept."""
     page_copies: Pairs = field(default_factory=list)
     slot_copies: Pairs = field(default_factory=list)
+    prompts: Ints | None = None
+    """Tokens that each sequence begins with and others may too, in the same pages; the same number at each step."""
 
     @property
     def num_tokens(self) -> int:
@@ -53,12 +55,14 @@ class Tiles:
     """Queries that are computed together: tile x is W tokens of one sequence.
 
     tables int32 [X, M]; lengths int32 [X, W], what each query sees; queries int32 [X, W], places in the packed row, or
-    None if the tiles are the row's next X tokens. Places of padding repeat a query and are not read.
+    None if the tiles are the row's next X tokens; prompts int32 [X], as in `Work`. Places of padding repeat a query and are
+    not read.
     """
 
     tables: Ints
     lengths: Ints
     queries: Ints | None = None
+    prompts: Ints | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,10 @@ def _tables(tables: Ints, num_pages: int) -> Ints:
     return np.ascontiguousarray(tables[:, :num_pages]) if missing <= 0 else np.pad(tables, ((0, 0), (0, missing)))
 
 
+def _prompts(work: Work, sequences: NDArray[np.intp]) -> Ints | None:
+    return None if work.prompts is None else work.prompts[sequences]
+
+
 def _single_tiles(work: Work, order: NDArray[np.intp], ranges: Ints, pages_of: Ints, *, whole_ranges: bool) -> list[Tiles]:
     found: list[Tiles] = []
     if not len(order):
@@ -153,7 +161,7 @@ def _single_tiles(work: Work, order: NDArray[np.intp], ranges: Ints, pages_of: I
     edges = np.flatnonzero(np.diff(ranges[order])) + 1
     for rows in np.split(order, edges):
         width = _width(int(pages_of[rows].max()), whole_ranges=whole_ranges)
-        found.append(Tiles(_tables(work.tables[rows], width), work.starts[rows, None] + np.int32(1)))
+        found.append(Tiles(_tables(work.tables[rows], width), work.starts[rows, None] + np.int32(1), None, _prompts(work, rows)))
     return found
 
 
@@ -179,8 +187,9 @@ def _stretch_tiles(
         width = int(sizes[chosen].max())
         columns = np.minimum(np.arange(width), sizes[chosen, None] - 1)
         queries = (rows[chosen, None] + columns).astype(np.int32)
-        table = _tables(work.tables[order[of_sequence[chosen]]], _width(int(pages_of[chosen].max()), whole_ranges=whole_ranges))
-        found.append(Tiles(table, (starts[chosen, None] + columns + 1).astype(np.int32), queries))
+        sequences = order[of_sequence[chosen]]
+        table = _tables(work.tables[sequences], _width(int(pages_of[chosen].max()), whole_ranges=whole_ranges))
+        found.append(Tiles(table, (starts[chosen, None] + columns + 1).astype(np.int32), queries, _prompts(work, sequences)))
         real = np.arange(width) < sizes[chosen, None]
         unpack[queries[real]] = num_out + np.flatnonzero(real).astype(np.int32)
         num_out += queries.size

@@ -71,6 +71,8 @@ class Schedule:
             self.ids[sequence, : len(ids)] = ids
             self.length[sequence] = len(ids)
         self.prompt_length = self.length[: self.num_episodes].copy()
+        # Of a stem all it has, of an episode all but the prompt's last token: what a stem of its prompt has or would have.
+        self._prompts = np.concatenate([self.prompt_length - 1, self.length[self.num_episodes :]]).astype(np.int32)
         self.fed = np.zeros(num, np.int64)
         self.state = np.full(num, State.WAITING, np.int8)
         self.counts = Counts()
@@ -165,7 +167,7 @@ class Schedule:
         return Work(
             sequences, starts.astype(np.int32), counts.astype(np.int32), (sequences < self.num_episodes) & (ends == self.length[sequences]),
             tokens, self._tables[sequences, :width], self._slots[sequences],
-            [pair for pairs in self._page_copies.values() for pair in pairs], list(self._slot_copies.values()),
+            [pair for pairs in self._page_copies.values() for pair in pairs], list(self._slot_copies.values()), self._prompts[sequences],
         )  # fmt: skip
 
     def advance(self, work: Work) -> None:

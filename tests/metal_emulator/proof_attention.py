@@ -7,7 +7,7 @@ import numpy as np
 
 from metal.attention import AttentionKernel, Groups, PrefixKernel, Tails, group_rows
 from metal.kernels import Launcher
-from metal.reference import PAGE_TOKENS as PAGE
+from metal.sizes import PAGE_TOKENS as PAGE
 from tests.metal_emulator.proof import Array64, Errors, mutants_of, rounded, same_bits
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)

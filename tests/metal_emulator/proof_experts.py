@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from metal.experts import ExpertsKernel
 from metal.kernels import Launcher
-from metal.routing import order_plain
+from metal.router import order_plain
 from tests.metal_emulator.proof import Array64, Errors, int8, mutants_of, rounded, same_bits, wide
 
 DTYPES = (mx.float32, mx.bfloat16)

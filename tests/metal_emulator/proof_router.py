@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal.kernels import Launcher
-from metal.routing import Order, OrderKernel, RouterKernel, RouterRule
+from metal.router import Order, OrderKernel, RouterKernel, RouterRule
 from tests.metal_emulator.proof import Array64, Errors, check, exact, mutants_of, rounded, same_bits
 
 SIZES = ((64, 8, 2), (64, 32, 4), (128, 64, 6), (96, 40, 5), (64, 5, 5))

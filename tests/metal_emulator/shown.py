@@ -12,8 +12,8 @@ from metal import roofline
 from metal.attention import AttentionKernel
 from metal.experts import ExpertsKernel
 from metal.head import HeadKernel
-from metal.reference import PAGE_TOKENS
-from metal.routing import order_plain
+from metal.router import order_plain
+from metal.sizes import PAGE_TOKENS
 from tests.metal_emulator.emulator import Emulator
 from tests.metal_emulator.proof import Proof, finding, fuzz, int8, mutants_of, rounded
 from tests.metal_emulator.proof_attention import make_tiles

@@ -12,7 +12,7 @@ from metal.experts import ExpertsKernel
 from metal.head import HeadKernel
 from metal.kernels import Compiled
 from metal.reference import Int8
-from metal.routing import OrderKernel, RouterKernel, RouterRule, order_plain
+from metal.router import OrderKernel, RouterKernel, RouterRule, order_plain
 from stoa.contracts.errors import KernelArgumentsError
 
 

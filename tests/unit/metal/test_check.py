@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 
 from metal.check import KERNELS, Dims, self_check
-from metal.choice import NO_METAL, SWITCHED_OFF, Ops, choose, plain, verdicts
 from metal.kernels import Compiled, metal_works
+from metal.ops import NO_METAL, SWITCHED_OFF, Ops, choose_ops, plain, verdicts
 from tests.metal_emulator.emulator import Emulator, can_emulate
 from tests.metal_emulator.proof import Mutant, mutants_of, planted
 
@@ -85,7 +85,7 @@ def test_a_model_the_kernels_are_not_made_for_gets_plain_ops() -> None:
 def test_without_metal_everything_is_plain_and_says_so() -> None:
     if metal_works():
         pytest.skip("this machine has a Metal back end")
-    ops = choose(DIMS)
+    ops = choose_ops(DIMS)
     assert {one.reason for one in ops.verdicts} == {NO_METAL}
     assert (ops.name, ops.kernels) == ("plain", ())
     # A machine that claims Metal and has none: the first call of each check fails.
@@ -100,7 +100,8 @@ def test_each_kernel_has_its_switch() -> None:
     found = {one.kernel: one for one in verdicts(DIMS, without=without, launcher=launcher, available=lambda: True)}
     assert all(found[kernel].reason == SWITCHED_OFF for kernel in without)
     assert found["prefix"].reason == "needs the kernel of attention"
-    ops = choose(DIMS, without=("experts", "head", "router", "attention"), launcher=launcher, available=lambda: True)
+    without = ("experts", "head", "router", "attention")
+    ops = Ops(verdicts(DIMS, without=without, launcher=launcher, available=lambda: True), launcher)
     assert (ops.kernels, ops.name) == (("conv",), "metal(conv)")
     assert not ops.shares_prompts
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from metal.kernels import Kernel, Switch, metal_works
-from metal.router import Router, RouterRule, route_kernel, route_plain, self_test, tied_case
+from metal.kernels import metal_works
+from metal.router import RouterKernel, RouterRule, order_plain, route_plain
 
 
 def slow_route(logits: np.ndarray, bias: np.ndarray, rule: RouterRule) -> tuple[np.ndarray, np.ndarray]:
@@ -35,81 +35,39 @@ def test_plain_ops_choose_and_weigh_as_written_out_by_hand(
     coarse = st.sampled_from([-2.0, -1.0, 0.0, 0.5, 0.5, 1.0])  # few values: many exact ties
     logits = data.draw(hnp.arrays(np.float32, (4, sizes[0]), elements=coarse))
     bias = data.draw(hnp.arrays(np.float32, sizes[0], elements=st.sampled_from([0.0, 0.25, 0.5])))
-    experts, weights = route_plain(mx.array(logits), mx.array(bias), rule)
+    experts, weights, record = route_plain(mx.array(logits), mx.eye(sizes[0]), mx.array(bias), rule)  # the logits are x itself
     wanted_experts, wanted_weights = slow_route(logits, bias, rule)
     np.testing.assert_array_equal(np.array(experts), wanted_experts)
+    np.testing.assert_array_equal(np.array(record), wanted_experts)
     np.testing.assert_allclose(np.array(weights), wanted_weights, rtol=1e-5)
 
 
 def test_equal_scores_go_to_the_lowest_index() -> None:
-    experts, weights = route_plain(mx.zeros((1, 6)), mx.array([0.0, 0.0, 0.1, 0.0, 0.1, 0.0]), RouterRule(6, 3, True, 1.0))
+    experts, weights, _ = route_plain(mx.zeros((1, 6)), mx.eye(6), mx.array([0.0, 0.0, 0.1, 0.0, 0.1, 0.0]), RouterRule(6, 3, True, 1.0))
     assert np.array(experts).tolist() == [[2, 4, 0]]
     np.testing.assert_allclose(np.array(weights), [[1 / 3] * 3], rtol=1e-5)
+
+
+def test_a_tokens_choice_does_not_depend_on_how_many_there_are() -> None:
+    numbers = np.random.default_rng(0)
+    x, gate = (mx.array(numbers.normal(0, 1, shape).astype(np.float32)) for shape in ((64, 48), (8, 48)))
+    rule, bias = RouterRule(8, 2, True, 1.0), mx.zeros((8,))
+    together = route_plain(x, gate, bias, rule)
+    for row in (0, 17, 63):
+        alone = route_plain(x[row : row + 1], gate, bias, rule)
+        assert np.array(alone.weights).tobytes() == np.array(together.weights[row : row + 1]).tobytes()
+        assert np.array(alone.record).tolist() == np.array(together.experts[row : row + 1]).tolist()
+
+
+def test_places_are_ordered_by_expert_and_stay_in_order() -> None:
+    order, offsets, counts = order_plain(mx.array([[2, 0], [0, 2], [3, 2]], dtype=mx.uint32), 4)
+    assert np.array(order).tolist() == [1, 2, 0, 3, 5, 4]
+    assert np.array(offsets).tolist() == [0, 2, 2, 5, 6]
+    assert np.array(counts).tolist() == [2, 0, 3, 1]
 
 
 def test_kernel_raises_where_there_is_no_metal_back_end() -> None:
     if metal_works():
         pytest.skip("this machine has a Metal back end")
-    kernel = Kernel("router", inputs=("logits", "bias", "scale"), outputs=("experts", "weights"))
-    logits, bias = tied_case(4, 8)
     with pytest.raises(RuntimeError, match="Metal"):
-        mx.eval(route_kernel(kernel, logits, bias, RouterRule(8, 2, True, 1.0)))
-
-
-def test_router_without_metal_uses_plain_ops_and_says_so() -> None:
-    router = Router(RouterRule(8, 2, True, 1.0), available=lambda: False)
-    logits, bias = tied_case(16, 8)
-    experts, _ = router(logits, bias)
-    assert not router.switch.uses_kernel
-    assert router.switch.reason == "no Metal back end"
-    np.testing.assert_array_equal(np.array(experts), np.array(route_plain(logits, bias, router.rule)[0]))
-
-
-def test_kernel_that_does_not_run_is_never_used() -> None:
-    if metal_works():
-        pytest.skip("this machine has a Metal back end")
-    # The machine claims Metal, but the first call of the self-test fails.
-    router = Router(RouterRule(8, 2, True, 1.0), available=lambda: True)
-    assert not router.switch.uses_kernel
-    assert router.switch.reason.startswith("does not run")
-    logits, bias = tied_case(16, 8)
-    assert router(logits, bias)[0].shape == (16, 2)
-
-
-def fake_kernel(change: str):
-    """A kernel that computes with plain ops, rightly or with one planted fault."""
-
-    def call(*, inputs, template, **_):
-        logits, bias, scale = inputs
-        values = dict(template)
-        rule = RouterRule(values["E"], values["K"], values["NORMALISE"], float(scale[0].item()))
-        experts, weights = route_plain(logits, bias, rule)
-        if change == "highest index of equals":
-            reverse = route_plain(logits[:, ::-1], bias[::-1], rule)
-            experts, weights = values["E"] - 1 - reverse[0], reverse[1]
-        if change == "weights with bias":
-            weights = weights + mx.take_along_axis(mx.broadcast_to(bias, logits.shape), experts, axis=-1)
-        if change == "scale forgotten":
-            weights = weights / scale
-        return [experts, weights]
-
-    return call
-
-
-def test_self_test_accepts_a_kernel_that_agrees() -> None:
-    assert self_test(fake_kernel("")) == ""
-
-
-@pytest.mark.parametrize(
-    ("fault", "found"),
-    [("highest index of equals", "experts"), ("weights with bias", "weights"), ("scale forgotten", "weights")],
-)
-def test_self_test_finds_a_planted_fault(fault: str, found: str) -> None:
-    assert f"other {found}" in self_test(fake_kernel(fault))
-
-
-def test_switch_uses_the_kernel_only_after_its_self_test_agreed() -> None:
-    agreed = Switch("k", available=lambda: True, self_test=lambda: "")
-    refused = Switch("k", available=lambda: True, self_test=lambda: "other experts")
-    assert (agreed.uses_kernel, agreed.reason) == (True, "")
-    assert (refused.uses_kernel, refused.reason) == (False, "other experts")
+        RouterKernel()(mx.zeros((4, 64)), mx.zeros((8, 64)), mx.zeros((8,)), RouterRule(8, 2, True, 1.0))
