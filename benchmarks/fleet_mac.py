@@ -26,13 +26,15 @@ from stoa.bucket.head import Head
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
 from stoa.chat.render import ChatRenderer
-from stoa.contracts.ports import Progress
+from stoa.config.run import Rollout
+from stoa.contracts.fleet_messages import SweepResult
 from stoa.rollouts.records import Episode, Turn
 from stoa.weights.layout import Layout
 from stoa.weights.state import WeightState
 from stoa.weights.sync import Puller
 from worker_mac.engine import MacEngine
 from worker_mac.model import Model
+from worker_mac.player import Player
 from worker_mac.sweep import Casting, OnGroup, Played
 from worker_mac.uploader import Gate, Target, Uploader
 from worker_mac.versions import Pulled, Served, Versions
@@ -131,6 +133,58 @@ class Noted:
         return etag
 
 
+class Pretender:
+    """Stands where `worker_mac.player.Player` does: passes the time of a sweep and hands over groups as they would end."""
+
+    def __init__(self, environment: Environment, tokenizer_json: bytes, play: Play, rollout: Rollout) -> None:
+        self._scribe, self._play_as, self._rollout = Scribe(environment, tokenizer_json), play, rollout
+        self.pause: Callable[[float], None] = time.sleep
+        """How time is passed; a Mac that is put to sleep does not come back from here."""
+
+    @property
+    def groups(self) -> int:
+        """As the run says."""
+        return self._rollout.usual_groups
+
+    def drop_pool(self) -> None:
+        """There is none."""
+
+    def learn(self, played: Played, groups: int, *, lag: int, most_lag: int) -> None:
+        """Nothing is learned."""
+
+    def play(
+        self,
+        served: Served,
+        castings: Sequence[Casting],
+        on_group: OnGroup,
+        *,
+        should_stop: Callable[[], bool],
+        on_step: Callable[[int, int], None],
+        **others: object,
+    ) -> Played:
+        """See `Player.play`."""
+        play, started = self._play_as, time.monotonic()
+        groups: dict[int, list[Casting]] = {}
+        for casting in castings:
+            groups.setdefault(casting.group, []).append(casting)
+        draw = random.Random(castings[0].key)
+        share = min(1.0, len(castings) / (self.groups * self._rollout.group_size))
+        seconds = play.sweep_seconds * draw.lognormvariate(0.0, play.jitter) * share
+        ended: list[Episode] = []
+        order = draw.sample(sorted(groups), len(groups))
+        for place, index in enumerate(order):
+            due = started + seconds * _when(play.first_group, place, len(order))
+            while (left := due - time.monotonic()) > 0:
+                if should_stop():
+                    return replace(_played(ended), ended=False, seconds=time.monotonic() - started)
+                on_step(len(ended), 0)
+                self.pause(min(left, _BEAT_SECONDS))
+            episodes = [self._scribe.episode(casting, play.p_right) for casting in groups[index]]
+            on_group(index, episodes)
+            ended += episodes
+        return replace(_played(ended), seconds=time.monotonic() - started)
+
+
 class FakeMac(MacEngine):
     """The Mac's engine without decoding."""
 
@@ -144,33 +198,15 @@ class FakeMac(MacEngine):
         self._uploader.close()
         gate = Gate(store, lambda: self._guest.may_transfer)
         self._uploader = Uploader(Noted(gate, folder / "acknowledged"), self._spool)
-        self._play_as = play
-        self._scribe = Scribe(environment, (model_folder / "tokenizer.json").read_bytes())
-        self.pause: Callable[[float], None] = time.sleep
-        """How time is passed; a Mac that is put to sleep does not come back from here."""
+        tokenizer = (model_folder / "tokenizer.json").read_bytes()
+        self.pretender = Pretender(environment, tokenizer, play, document.config.rollout)
+        self._player = cast(Player, self.pretender)
         self._diary = folder / "sweeps.jsonl"
 
-    def _play_groups(self, run: Any, groups: Sequence[Sequence[Casting]], on_group: OnGroup, progress: Progress) -> Played:
-        play, started = self._play_as, time.monotonic()
-        draw = random.Random(groups[0][0].key if groups else 0)
-        share = len(groups) / self._config.rollout.usual_groups
-        seconds = play.sweep_seconds * draw.lognormvariate(0.0, play.jitter) * min(1.0, share)
-        played = Played(True, 0, 0, 0, 0, 0.0, 0, 0.0)
-        order = list(range(len(groups)))
-        draw.shuffle(order)
-        for place, index in enumerate(order):
-            due = started + seconds * _when(play.first_group, place, len(order))
-            while (left := due - time.monotonic()) > 0:
-                run.broken_off = run.broken_off or self._reason_to_stop(run, progress)
-                if run.broken_off is not None:
-                    return replace(played, ended=False, seconds=time.monotonic() - started)
-                progress.report(f"sweep {run.request.sweep} version {run.served.version}: {place} of {len(order)} groups")
-                self.pause(min(left, _BEAT_SECONDS))
-            episodes = [self._scribe.episode(casting, play.p_right) for casting in groups[index]]
-            on_group(groups[index][0].group, episodes)
-            played = _both(played, _played(episodes))
-        self._write_down(run, len(order), time.monotonic() - started)
-        return replace(played, seconds=time.monotonic() - started)
+    def _result(self, run: Any, played: Played, num_wanted: int) -> SweepResult:
+        if run.request.purpose == "train":
+            self._write_down(run, num_wanted, played.seconds)
+        return super()._result(run, played, num_wanted)
 
     def _write_down(self, run: Any, num_groups: int, seconds: float) -> None:
         pulled = run.pulled
@@ -186,12 +222,6 @@ class FakeMac(MacEngine):
         }
         with self._diary.open("a", encoding="ascii") as file:
             file.write(json.dumps(line) + "\n")
-
-
-def _both(one: Played, other: Played) -> Played:
-    """What was played, counted together."""
-    counts = ("num_episodes", "num_sampled_tokens", "num_prompt_tokens", "reward_sum")
-    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in counts})
 
 
 def _when(first: float, place: int, count: int) -> float:

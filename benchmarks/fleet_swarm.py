@@ -196,7 +196,7 @@ class SwarmMac:
             model_folder=swarm.model_folder,
             waits=Waits(grace=GRACE_SECONDS / 2),
         )
-        engine.pause = self._pass_time
+        engine.pretender.pause = self._pass_time
         return engine
 
     def _pass_time(self, seconds: float) -> None:
