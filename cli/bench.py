@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from cli.doctor.machine import groups_in_memory
+from cli.doctor.machine import memory_plan
 from cli.doctor.open import open_scene
 from cli.say import bytes_text
 from stoa.contracts.errors import ModelMissingError, UsageError
@@ -42,10 +42,10 @@ def measure(file: Path | None, groups: int, state: Path | None) -> Rates | None:
         raise ModelMissingError(
             f"{scene.config.model}: its config.json is not here", hint="name a configuration whose model is, or join first"
         )
-    fits = groups_in_memory(scene)
-    widest = groups or min(MOST_GROUPS, fits)
+    plan = memory_plan(scene, MOST_GROUPS)
+    widest = groups or (plan.groups if plan is not None else 1)
     if not 1 <= widest <= 64:
-        raise UsageError(f"--groups {groups}: from 1 to 64" if groups else "the model does not fit this machine's memory")
+        raise UsageError(f"--groups {groups}: from 1 to 64")
     scene.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     config = scene.folder / "bench.json"
     config.write_text(json.dumps(scene.model_config), "utf-8")

@@ -5,42 +5,50 @@
 Weights are random ones of the model's shapes: speed depends on shapes alone, but for how evenly experts are chosen, which
 random weights do more evenly than trained ones. The knee is kept in the state folder, where the worker looks for it:
 
-    width.json   {"format": 1, "model": <layout_id>, "knee_groups": N, "tokens_per_second": {"1": 51.2, ...}, "measured_at": <Unix s>}
+    knee.json   {"format": 1, "model": <layout_id>, "knee_groups": N, "tokens_per_second": {"1": 51.2, ...}, "measured_at": <Unix s>}
 """
 
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
+from environments.base import Limits, Outcome, Question, Reply, Split
+from stoa.config.host import MacHost
+from stoa.config.load import load_mac_host
+from stoa.config.run import Rollout
 from stoa.contracts.errors import StoaError, UsageError
 from stoa.weights.grid import bf16_bits
 from stoa.weights.layout import Layout, RawType, layout_of
 from worker_mac import selftest
-from worker_mac.decoder import Decoder
 from worker_mac.ending import leave
+from worker_mac.guest import Guest
 from worker_mac.identity import Identity
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
+from worker_mac.player import Player
+from worker_mac.sweep import Casting
+from worker_mac.versions import Served
 from worker_mac.weights import LiveWeights
+from worker_mac.width import KNEE_FILE, KNEE_FORMAT
 
-WIDTH_FILE: Final = "width.json"
 WIDTHS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """In groups."""
 ENOUGH: Final = 0.9
 """The knee is the narrowest width with this share of the best rate."""
-CONTEXT_TOKENS: Final = 512
-"""Each row has so many before it is measured: about the middle of an episode."""
-NUM_STEPS: Final = 16
-STEP_SECONDS: Final = 4.0
+PROMPT_TOKENS: Final = 512
+"""Of each group, once for its episodes."""
+NUM_STEPS: Final = 24
+WIDTH_SECONDS: Final = 8.0
 """A width is measured for so many steps, or this long."""
 NUM_WARM: Final = 2
 _BLOCK_BYTES: Final = 1 << 24
@@ -84,48 +92,89 @@ def random_weights(layout: Layout) -> LiveWeights:
     return live
 
 
-def measure(model: Model, num_groups: int, group_size: int) -> tuple[float, float]:
-    """Tokens a second of `num_groups` groups in one batch, and the seconds of one step."""
-    numbers, vocabulary = np.random.default_rng(num_groups), model.config.vocab_size
-    prompts = [numbers.integers(0, vocabulary, CONTEXT_TOKENS).astype(np.int32) for _ in range(num_groups)]
-    rows = Decoder(model)
-    rows.begin(prompts, np.repeat(np.arange(num_groups), group_size))
-    num_rows = num_groups * group_size
-    active: NDArray[np.bool_] = np.ones(num_rows, bool)
-    tokens = numbers.integers(0, vocabulary, num_rows).astype(np.int32)
-    took: list[float] = []
+class Chatter:
+    """A task without tools: each question has a prompt of its own, each episode one turn of the same length."""
+
+    name = "chatter"
+    limits = Limits(1, NUM_STEPS, PROMPT_TOKENS + NUM_STEPS)
+    stop_ids: frozenset[int] = frozenset()
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def question_ids(self, split: Split) -> Sequence[str]:
+        """As many as the widest sweep has groups."""
+        return [str(number) for number in range(WIDTHS[-1])]
+
+    def question(self, question_id: str) -> Question:
+        """Nobody asks."""
+        return Question(question_id, "", (), "train", "")
+
+    def prompt_ids(self, question_id: str) -> tuple[int, ...]:
+        """Random ids."""
+        return tuple(np.random.default_rng(int(question_id)).integers(0, self._vocab_size, PROMPT_TOKENS).tolist())
+
+    def reply(self, question_id: str, turns: Sequence[Sequence[int]]) -> Reply:
+        """One turn is all."""
+        return Reply((), True, "answered")
+
+    def score(self, question_id: str, turns: Sequence[Sequence[int]]) -> Outcome:
+        """Nothing is learned here."""
+        return Outcome(0.0, {})
+
+
+def measure(player: Player, served: Served, num_groups: int, group_size: int) -> tuple[float, float]:
+    """Tokens a second of `num_groups` groups in one batch, and the seconds of one step in which all of them decode."""
+    castings = [Casting(group, str(group), group * group_size + one) for group in range(num_groups) for one in range(group_size)]
+    num_rows, steps = len(castings), list[tuple[float, int]]()
     began = time.monotonic()
-    while len(took) < NUM_WARM + NUM_STEPS and (time.monotonic() - began < STEP_SECONDS or len(took) < NUM_WARM + 2):
-        started = time.perf_counter()
-        tokens, _ = rows.step(tokens, numbers.random(num_rows, np.float32), active)
-        took.append(time.perf_counter() - started)
-    step_seconds = float(np.median(took[NUM_WARM:]))
+
+    def should_stop() -> bool:
+        return len(steps) > NUM_WARM + 2 and time.monotonic() - began > WIDTH_SECONDS
+
+    player.play(
+        served, castings, lambda group, episodes: None, should_stop=should_stop,
+        on_step=lambda done, tokens: steps.append((time.perf_counter(), tokens)),
+    )  # fmt: skip
+    took = [now - before for (before, had), (now, has) in pairwise(steps) if has - had == num_rows]
+    if not took:
+        raise UsageError(f"{num_groups} groups do not fit this Mac's memory at once", hint="name fewer with --groups")
+    step_seconds = float(np.median(took[NUM_WARM:] or took))
     return num_rows / step_seconds, step_seconds
 
 
-def bench(config: Mapping[str, object], raw_dtype: RawType, widths: Sequence[int], group_size: int) -> Measured:
-    """Measure all widths, narrowest first. Raises WeightsError if this MLX computes wrongly."""
+def bench(
+    config: Mapping[str, object], raw_dtype: RawType, widths: Sequence[int], group_size: int, *, folder: Path, allowed: MacHost
+) -> Measured:
+    """Measure all widths, narrowest first, in an empty `folder`.
+
+    Raises WeightsError if this MLX computes wrongly, UsageError for a width that memory does not hold.
+    """
     verdict = selftest.run()
     fingerprint = selftest.require(verdict)
     layout = layout_of(config, raw_dtype)
-    live = random_weights(layout)
-    model = Model(read_model_config(config), live.arrays)
+    live, model_config = random_weights(layout), read_model_config(config)
+    served = Served(0, "bench", Model(model_config, live.arrays), live)
+    player = Player(
+        Chatter(model_config.vocab_size), Rollout(groups=max(widths), group_size=group_size), layout, model_config, Guest(allowed),
+        folder=folder, state_folder=folder,
+    )  # fmt: skip
     mx.reset_peak_memory()
     rates: dict[int, float] = {}
     steps: dict[int, float] = {}
     for width in widths:
-        rates[width], steps[width] = measure(model, width, group_size)
+        rates[width], steps[width] = measure(player, served, width, group_size)
         sys.stderr.write(f"{width:3} groups  {rates[width]:8.1f} tokens/s  {steps[width] * 1e3:8.1f} ms a step\n")
-        mx.clear_cache()
+        player.drop_pool()
     found = knee(rates)
     return Measured(layout.layout_id, group_size, rates, found, steps[found], mx.get_peak_memory(), fingerprint, verdict.device)
 
 
 def keep(folder: Path, measured: Measured, now: float | None = None) -> Path:
-    """Write width.json for the worker; returns its path."""
-    path = folder / WIDTH_FILE
+    """Write knee.json for the worker; returns its path."""
+    path = folder / KNEE_FILE
     document = {
-        "format": 1,
+        "format": KNEE_FORMAT,
         "model": measured.model,
         "knee_groups": measured.knee_groups,
         "tokens_per_second": {str(width): round(rate, 2) for width, rate in measured.tokens_per_second.items()},
@@ -150,7 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         identity = Identity(asked.state)  # no worker beside it: two programs would measure each other
         try:
             config = json.loads(asked.config.read_text("utf-8"))
-            measured = bench(config, asked.dtype, [width for width in WIDTHS if width <= asked.groups], asked.group_size)
+            widths = [width for width in WIDTHS if width <= asked.groups]
+            own = asked.state / "mac.toml"
+            allowed = load_mac_host(own if own.is_file() else None)
+            with tempfile.TemporaryDirectory(dir=asked.state) as folder:
+                measured = bench(config, asked.dtype, widths, asked.group_size, folder=Path(folder), allowed=allowed)
             keep(asked.state, measured)
         finally:
             identity.close()

@@ -55,11 +55,14 @@ class Player:
         item_bytes = 4 if layout.raw_dtype == "float32" else 2
         self._model = model_bytes(config, layout, item_bytes=item_bytes, activation_bytes=item_bytes)
         self._learned = read_learned(folder)
-        self._knee = read_knee(state_folder)
+        self._knee = read_knee(state_folder, layout.layout_id)
         self._pace = Pace()
         self._said = ""
         self._pool: tuple[Model, Pages, Decoder] | None = None
         """Kept from sweep to sweep: the next one takes no other memory."""
+        memory_bytes = self._memory_bytes()
+        if memory_bytes is not None:
+            mx.set_memory_limit(memory_bytes)
 
     @property
     def groups(self) -> int:
@@ -131,7 +134,7 @@ class Player:
         return len({casting.question_id for casting in castings}) < len(castings)
 
     def _plan(self, castings: Sequence[Casting]) -> MemoryPlan:
-        groups = -(-len(castings) // self._rollout.group_size)
+        groups = max(1, round(-(-len(castings) // self._rollout.group_size) * self._guest.decision.share))
         question = castings[0].question_id if self._shared(castings) else ""
         plan = plan_memory(
             self._model, self._play_of(question), most_groups=groups, memory_bytes=self._memory_bytes(), step_tokens=MOST_TOKENS

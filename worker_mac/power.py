@@ -80,7 +80,7 @@ class Decision:
     since_seconds: float = 0.0
     """When this state began, by the clock of `Senses`."""
     share: float = 1.0
-    """Of the usual groups: less for a while after a crash of the whole Mac."""
+    """Of the usual groups that memory is planned for: less for a while after a crash of the whole Mac."""
     milder_since_seconds: float | None = field(default=None, repr=False)
     restarted_at_seconds: float | None = field(default=None, repr=False)
     battery_low: bool = field(default=False, repr=False)
@@ -93,7 +93,7 @@ class Decision:
     @property
     def width(self) -> float:
         """Share of the groups to play in one batch."""
-        return self.share * (GENTLE_WIDTH if self.state == "gentle" else 1.0)
+        return GENTLE_WIDTH if self.state == "gentle" else 1.0
 
     @property
     def starts(self) -> bool:

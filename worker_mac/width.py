@@ -18,6 +18,8 @@ from worker_mac.memory import USUAL_GROUPS
 _log = structlog.get_logger(__name__)
 
 KNEE_FILE: Final = "knee.json"
+"""In the state folder; what is in it is told where it is written, in `bench.py`."""
+KNEE_FORMAT: Final = 1
 LEARNED_FILE: Final = "width.json"
 CALM_SWEEPS: Final = 4
 """Sweeps in a row, each at most half as long as it might be, after which one more group is asked for."""
@@ -69,15 +71,11 @@ def choose_groups(asked: int | None, *, memory_groups: int, knee: int, learned: 
     return max(1, groups), reason
 
 
-def read_knee(folder: Path) -> int:
-    """The knee measured on this Mac, from its state folder; 0 if there is none."""
-    found = _read(folder / KNEE_FILE).get("groups", 0)
-    return found if isinstance(found, int) and found > 0 else 0
-
-
-def write_knee(folder: Path, groups: int) -> None:
-    """Keep a measured knee."""
-    _write(folder / KNEE_FILE, {"groups": groups})
+def read_knee(folder: Path, model: str) -> int:
+    """The knee that `bench` measured on this Mac for the layout `model`, from its state folder; 0 if there is none."""
+    found = _read(folder / KNEE_FILE)
+    groups = found.get("knee_groups") if found.get("format") == KNEE_FORMAT and found.get("model") == model else None
+    return groups if isinstance(groups, int) and groups > 0 else 0
 
 
 def read_learned(folder: Path) -> Learned:
@@ -94,7 +92,7 @@ def write_learned(folder: Path, learned: Learned) -> None:
     _write(folder / LEARNED_FILE, asdict(learned))
 
 
-def _read(path: Path) -> dict[str, int | float]:
+def _read(path: Path) -> dict[str, int | float | str]:
     try:
         found = json.loads(path.read_text("ascii"))
     except (OSError, ValueError):

@@ -15,11 +15,11 @@ import psutil
 
 from cli.doctor.finding import Finding, bad, good, warn
 from cli.doctor.scene import Scene
-from cli.say import bytes_text
+from cli.say import bytes_text, counted
 from stoa.config.load import state_base
 from worker_mac.guest import GUEST_FILE, said_now
-from worker_mac.holds import WIRED_MARGIN_BYTES
 from worker_mac.identity import lock_holder
+from worker_mac.memory import USUAL_GROUPS, MemoryPlan, Play, model_bytes, plan_memory
 from worker_mac.model_config import read_model_config
 from worker_mac.panics import PanicLog
 from worker_mac.power import decide
@@ -31,6 +31,8 @@ MEMORY: Final = "memory"
 WORKER: Final = "worker"
 PROGRAMS: Final = "other programs"
 POWER: Final = "power"
+LONGEST_TOKENS: Final = 4096
+"""Of an episode whose task does not say."""
 HOME_BYTES_A_PARAMETER: Final = 5
 """A trainer's host keeps the base checkpoint (2), a mirror of the published weights and what is on its way (1.06 each)."""
 _MLX: Final = re.compile(r"/libmlx\.(dylib|so)")
@@ -69,31 +71,34 @@ def _size(folder: Path) -> int:
 
 
 def check_memory(scene: Scene) -> Finding | None:
-    """Room for the weights and the groups of a sweep at their longest."""
-    if not scene.is_mac or scene.layout is None or scene.model_config is None:
+    """Room for the weights and the groups of a sweep, by the plan that the worker makes."""
+    plan = memory_plan(scene)
+    if not scene.is_mac or plan is None:
         return None
-    memory = psutil.virtual_memory()
-    weights = scene.layout.num_bytes
-    group = group_bytes(scene)
-    limit = int(gpu_bytes(memory.total) * scene.allowed.memory_fraction)
-    groups = groups_in_memory(scene)
-    said = (
-        f"{bytes_text(memory.total)}, of which {bytes_text(limit)} may be ours: weights {bytes_text(weights)}, a group {bytes_text(group)}"
-    )
-    if groups < 1:
+    memory, limit = psutil.virtual_memory(), our_bytes(scene)
+    said = f"{bytes_text(memory.total)}, of which {bytes_text(limit)} may be ours: weights {bytes_text(plan.weights_bytes)}"
+    if plan.weights_bytes + plan.step_bytes > limit:
         return bad(MEMORY, f"{said}: it does not fit", "use a Mac with more memory, or wire several together")
-    wanted = scene.config.rollout.groups
-    said += f", so {min(groups, wanted)} of {wanted} groups at once"
-    if memory.available < weights + WIRED_MARGIN_BYTES:
+    said += f", a sweep {bytes_text(plan.total_bytes - plan.weights_bytes)} for {counted(plan.groups, 'group')} at once"
+    if memory.available < plan.weights_bytes + plan.step_bytes:
         return warn(MEMORY, f"{said}; only {bytes_text(memory.available)} are free now", "close programs that take much memory")
     return good(MEMORY, said)
 
 
-def groups_in_memory(scene: Scene) -> int:
-    """How many groups fit beside the weights, by what the owner allows; 0 if not one does."""
-    limit = int(gpu_bytes(psutil.virtual_memory().total) * scene.allowed.memory_fraction)
-    weights = scene.layout.num_bytes if scene.layout is not None else 0
-    return max(0, (limit - weights - WIRED_MARGIN_BYTES) // max(1, group_bytes(scene)))
+def memory_plan(scene: Scene, most_groups: int = USUAL_GROUPS) -> MemoryPlan | None:
+    """The widest sweep that fits here, episodes at their longest; None if the model is not known."""
+    if scene.layout is None or scene.model_config is None:
+        return None
+    size = 4 if scene.config.learning.dtype == "float32" else 2
+    shapes = model_bytes(read_model_config(scene.model_config), scene.layout, item_bytes=size, activation_bytes=size)
+    tokens = int(str(scene.config.environment.settings.get("max_episode_tokens", LONGEST_TOKENS)))
+    play = Play(scene.config.rollout.group_size, tokens)
+    return plan_memory(shapes, play, most_groups=most_groups, memory_bytes=our_bytes(scene))
+
+
+def our_bytes(scene: Scene) -> int:
+    """What the Mac's owner lets weights and pages take."""
+    return int(gpu_bytes(psutil.virtual_memory().total) * scene.allowed.memory_fraction)
 
 
 def gpu_bytes(total_bytes: int, tool: Callable[[tuple[str, ...]], str] = run_tool, platform_name: str = sys.platform) -> int:
@@ -104,15 +109,6 @@ def gpu_bytes(total_bytes: int, tool: Callable[[tuple[str, ...]], str] = run_too
     if given.isdecimal() and int(given):
         return int(given) << 20
     return int(total_bytes * (0.67 if total_bytes <= 36 << 30 else 0.75))
-
-
-def group_bytes(scene: Scene) -> int:
-    """Keys and values of one group's episodes at their longest, each in memory of its own."""
-    config = read_model_config(scene.model_config or {})
-    size = 4 if scene.config.learning.dtype == "float32" else 2
-    tokens = int(str(scene.config.environment.settings.get("max_episode_tokens", 4096)))
-    per_token = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_size * size
-    return per_token * tokens * scene.config.rollout.group_size
 
 
 def check_worker(scene: Scene) -> Finding | None:

@@ -161,10 +161,10 @@ def test_what_is_cached_already_counts_as_room(large: Scene, monkeypatch: pytest
     ("total_gib", "available_gib", "verdict", "words"),
     [
         (8, 6, "fail", "it does not fit"),
-        (16, 12, "pass", "2 of 8 groups"),  # 9.65 GiB for us, less 8.38 of weights and 0.5; a group is 0.375
-        (24, 16, "pass", "8 of 8 groups"),
+        (16, 12, "pass", "for 2 groups"),  # 9.65 GiB for us, less 8.38 of weights and about 0.4 of a step; a group is 0.375
+        (24, 16, "pass", "for 8 groups"),
         (24, 4, "warn", "are free now"),
-        (128, 90, "pass", "8 of 8 groups"),
+        (128, 90, "pass", "for 8 groups"),
     ],
 )
 def test_memory_has_room_for_weights_and_groups(
@@ -175,10 +175,6 @@ def test_memory_has_room_for_weights_and_groups(
     found = machine.check_memory(large)
     assert found is not None and found.verdict == verdict, found
     assert words in found.found
-
-
-def test_a_groups_keys_and_values_by_hand(large: Scene) -> None:
-    assert machine.group_bytes(large) == 8 * 4096 * 12_288  # 8 episodes, 6 layers x 2 x 8 heads x 64 x 2 bytes a token
 
 
 @pytest.mark.parametrize(

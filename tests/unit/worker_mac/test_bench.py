@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.bench import read, sentences
+from stoa.config.host import MacHost
 from stoa.config.load import PROJECT_ROOT
 from stoa.weights.layout import layout_of
 from tests.unit.worker_mac.policies import TINY
-from worker_mac.bench import Measured, bench, keep, knee, measure, random_weights
-from worker_mac.decoder import Decoder
+from worker_mac.bench import Measured, bench, keep, knee, random_weights
+from worker_mac.forced import Forced
 from worker_mac.identity import Identity
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
+from worker_mac.width import read_knee
 
 
 @pytest.mark.parametrize(
@@ -43,17 +45,9 @@ def test_the_knee_was_measured_and_nothing_narrower_is_as_good(rates: dict[int, 
 
 
 def test_random_weights_give_logits_that_are_numbers() -> None:
-    rows = Decoder(Model(read_model_config(TINY), random_weights(layout_of(TINY, "bfloat16")).arrays))
-    rows.begin([np.arange(20, dtype=np.int32)], np.zeros(2, np.intp))
-    logits = rows.logits(np.array([3, 5], np.int32))
+    rows = Forced(Model(read_model_config(TINY), random_weights(layout_of(TINY, "bfloat16")).arrays), 2, 64)
+    logits = rows.feed([np.arange(20, dtype=np.int32), np.arange(7, dtype=np.int32)])
     assert np.isfinite(logits).all() and logits.std() > 0.01
-
-
-def test_a_rate_is_rows_over_the_seconds_of_a_step() -> None:
-    model = Model(read_model_config(TINY), random_weights(layout_of(TINY, "float32")).arrays)
-    rate, step_seconds = measure(model, 2, 4)
-    assert rate == pytest.approx(8 / step_seconds)
-    assert 1e-5 < step_seconds < 10.0
 
 
 def test_what_is_kept_is_what_the_worker_reads(tmp_path: Path) -> None:
@@ -61,10 +55,11 @@ def test_what_is_kept_is_what_the_worker_reads(tmp_path: Path) -> None:
     assert json.loads(keep(tmp_path, measured, now=5.0).read_text()) == {
         "format": 1, "model": "abc", "knee_groups": 2, "tokens_per_second": {"1": 10.12, "2": 20.0}, "measured_at": 5.0,
     }  # fmt: skip
+    assert (read_knee(tmp_path, "abc"), read_knee(tmp_path, "another model")) == (2, 0)
 
 
-def test_all_widths_are_measured_and_the_model_is_named() -> None:
-    measured = bench(TINY, "float32", [1, 2], 4)
+def test_all_widths_are_measured_and_the_model_is_named(tmp_path: Path) -> None:
+    measured = bench(TINY, "float32", [1, 2], 4, folder=tmp_path, allowed=MacHost())
     assert set(measured.tokens_per_second) == {1, 2}
     assert measured.model == layout_of(TINY, "float32").layout_id
     assert measured.knee_groups in (1, 2) and measured.peak_bytes > 0
@@ -80,9 +75,9 @@ def test_the_command_measures_the_demos_model_and_keeps_the_knee(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     rates = read(done.stdout)
     assert set(rates.tokens_per_second) == {1, 2} and rates.group_size == 8
-    kept = json.loads((tmp_path / "width.json").read_text())
-    assert kept["knee_groups"] == rates.knee_groups
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["host", "lock", "width.json"]
+    kept = json.loads((tmp_path / "knee.json").read_text())
+    assert kept["knee_groups"] == rates.knee_groups == read_knee(tmp_path, kept["model"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["host", "knee.json", "lock"]
     assert any(line.startswith("knee") for line in sentences(rates))
 
 

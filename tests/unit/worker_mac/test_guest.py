@@ -312,7 +312,19 @@ def test_a_crash_waits_in_words_and_then_plays_fewer_groups(mac: Sensed) -> None
     guest.caution = Caution(until=time.time() + 60.0, share=0.5)
     assert "crashed" in guest.look().reason
     guest.caution = Caution(until=time.time() - 1.0, share=0.5)
-    assert (guest.look().state, guest.decision.width) == ("full", 0.5)
+    assert (guest.look().state, guest.decision.share) == ("full", 0.5)
+
+
+def test_after_a_crash_the_pool_is_half_as_large_and_every_group_is_played(published: Publishing, make: Make, mac: Sensed) -> None:
+    pages: list[int] = []
+    for host, caution in (("mac-1", Caution()), ("mac-2", Caution(share=0.5))):
+        guest = Guest(MacHost(), mac)
+        guest.caution = caution
+        guest.look()
+        engine = make(guest, host=host)
+        assert engine.sweep(train_request(host=host), Quiet()).num_groups == 8
+        pages.append(engine._player._pool[1].num_pages - 1)
+    assert pages[1] == pages[0] / 2
 
 
 def test_what_the_guest_does_is_noted_in_words_for_its_owner(mac: Sensed, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from worker_mac.width import CALM_SWEEPS, Learned, choose_groups, learn, read_knee, read_learned, write_knee, write_learned
+from worker_mac.bench import Measured, keep
+from worker_mac.width import CALM_SWEEPS, Learned, choose_groups, learn, read_knee, read_learned, write_learned
 
 FRESH = Learned()
 
@@ -65,16 +66,16 @@ def test_lengths_are_averaged_with_newer_sweeps_counting_more() -> None:
 
 
 def test_what_was_learned_is_kept_and_what_is_damaged_is_forgotten(tmp_path: Path) -> None:
-    assert (read_knee(tmp_path), read_learned(tmp_path)) == (0, FRESH)
-    write_knee(tmp_path, 12)
+    assert (read_knee(tmp_path, "m"), read_learned(tmp_path)) == (0, FRESH)
+    keep(tmp_path, Measured("m", 8, {12: 1.0}, 12, 0.1, 1, "f", "cpu"))
     write_learned(tmp_path, Learned(812.5, 5, 2))
-    assert (read_knee(tmp_path), read_learned(tmp_path)) == (12, Learned(812.5, 5, 2))
+    assert (read_knee(tmp_path, "m"), read_learned(tmp_path)) == (12, Learned(812.5, 5, 2))
     for path in tmp_path.iterdir():
-        path.write_text('{"groups": "many", "mean_tokens": []}')
-    assert (read_knee(tmp_path), read_learned(tmp_path)) == (0, FRESH)
+        path.write_text('{"format": 1, "model": "m", "knee_groups": "many", "mean_tokens": []}')
+    assert (read_knee(tmp_path, "m"), read_learned(tmp_path)) == (0, FRESH)
     for path in tmp_path.iterdir():
         path.write_bytes(b"\xff\x00{")
-    assert (read_knee(tmp_path), read_learned(tmp_path)) == (0, FRESH)
+    assert (read_knee(tmp_path, "m"), read_learned(tmp_path)) == (0, FRESH)
 
 
 def test_a_folder_that_takes_nothing_costs_nothing_but_what_was_learned(tmp_path: Path) -> None:
