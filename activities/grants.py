@@ -7,6 +7,7 @@ the more of them there are.
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Final
 
 from temporalio import activity
@@ -14,7 +15,7 @@ from temporalio import activity
 from activities.edge import BEAT_SECONDS, STALL_SECONDS, EngineProgress, application_error, attended, first_beat
 from stoa.contracts import names
 from stoa.contracts.errors import StoaError
-from stoa.contracts.fleet_messages import Grant, GrantRequest
+from stoa.contracts.fleet_messages import Grant, GrantRequest, WaitsFor
 from stoa.contracts.ports import Granter
 
 NUM_THREADS: Final = 4
@@ -48,8 +49,11 @@ class GrantActivities:
     async def _wait(self, request: GrantRequest, progress: EngineProgress) -> Grant:
         deadline = time.monotonic() + request.wait_seconds
         loop = asyncio.get_running_loop()
+        waited_for: WaitsFor = ""
         while True:
             answer = await loop.run_in_executor(self._threads, self._granter.grant, request, progress)
+            waited_for = answer.waits_for or waited_for
+            answer = replace(answer, waits_for=waited_for)  # what came after a wait says what for
             if _is_final(answer, request):
                 return answer
             if time.monotonic() >= deadline or progress.stopping:
