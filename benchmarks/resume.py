@@ -51,7 +51,17 @@ from trainer_gpu.run_handle import open_run, open_store
 STRAIGHT, KILLED = "straight", "killed"
 GROUPS_PER_STEP, STEPS_PER_VERSION = 4, 2
 ANCHOR_EVERY_STEPS = 16
-DEPENDS_ON_WHEN = ("staleness", "pull_latency", "dropped", "zero_variance")
+DEPENDS_ON_WHEN = (
+    "staleness",
+    "_lag_",
+    "pull_latency",
+    "queue_seconds",
+    "stale_group",
+    "dropped",
+    "zero_variance",
+    "changed_",
+    "versions_seen",
+)
 """Metrics that may differ: a resume publishes one version more, and useless groups are counted as they come in."""
 LIFE_SECONDS = 120.0
 END = "end"

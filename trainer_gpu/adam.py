@@ -7,6 +7,7 @@ the weights that the forward pass reads. Which piece of which weight this proces
 Shapes: N elements of a piece, C elements of a block.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,22 @@ class Adam:
             for piece in pieces:
                 if piece.master.data_ptr() != piece.weight.data_ptr():
                     piece.weight.copy_(piece.master)
+
+    @torch.no_grad()
+    def update_norm(self) -> float:
+        """Norm of the last update of all pieces, worked out again from the moments; weight decay is left out. 0 before a step."""
+        if not self.num_steps:
+            return 0.0
+        first, second = (1 - beta**self.num_steps for beta in self._betas)
+        total = 0.0
+        for group in self.param_groups:
+            squares: list[torch.Tensor] = []
+            for piece in (self._pieces[weight] for weight in group["params"]):
+                for rows in (slice(start, start + BLOCK) for start in range(0, len(piece.master), BLOCK)):
+                    moved = piece.exp_avg[rows].float() / ((piece.exp_avg_sq[rows].float() / second).sqrt_().add_(self._eps))
+                    squares.append(moved.square_().sum())
+            total += (group["lr"] / first) ** 2 * float(torch.stack(squares).sum()) if squares else 0.0
+        return math.sqrt(total)
 
     @torch.no_grad()
     def forget(self) -> None:

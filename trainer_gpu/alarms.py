@@ -18,15 +18,50 @@ from stoa.bucket.head import Head
 from stoa.bucket.steps import lineage
 from stoa.bucket.store import Store
 from stoa.config.run import Alarm, Alarms
+from trainer_gpu.eval_watch import NONE_SEEN
 
 PAST_STEPS: Final = 20
 """Steps that a running mean or median looks back, and steps whose mean a run's beginning is."""
 LEAST_PAST: Final = 5
 """Steps before which nothing is compared with the past."""
 RISING_STEPS: Final = 5
+HACKING_STEPS: Final = 10
+"""Steps of either of two stretches whose means tell whether looser and stricter marks part."""
+MARKS: Final = ("cover", "reward_mean")
+"""Metrics of the loosest and the strictest mark of an answer."""
+LEAST_VERSIONS: Final = 3
+"""Versions before which the share of changed codes is not compared with the usual one."""
 
 _FIRES_BELOW: Final = frozenset({"ess_fraction"})
-_GO_ON: Final = "see the metrics in `stoa report`, then `stoa resume` goes on"
+_GO_ON: Final = "See the metrics in `stoa report`; `stoa resume RUN` goes on, `stoa stop RUN` ends the run"
+_FAR: Final = "`stoa canary --decompose` tells what of it is the engine, int8 and age; less learning rate or staleness lowers it"
+_COLLAPSE: Final = "start again from an earlier version with less learning rate if the next steps do not mend it"
+_READ: Final = "read some of the newest episodes: a reward may be won without answering"
+ADVICE: Final[Mapping[str, str]] = {
+    "gate_drop_rate": _FAR,
+    "mismatch_mean": _FAR,
+    "mismatch_climb": _FAR,
+    "bad_fraction": _COLLAPSE,
+    "ess_fraction": _FAR,
+    "ess_fall": _FAR,
+    "grad_norm_ratio": "look at the step's groups; a rare one may be let pass",
+    "logprob_positive_fall": _COLLAPSE,
+    "entropy_shift": _COLLAPSE,
+    "cover_gap_rise": _READ,
+    "hacking": _READ,
+    "answer_words_ratio": _READ,
+    "truncated_rate": "answers no longer fit the token limit, or the policy has stopped ending them",
+    "malformed_rate": _READ,
+    "zero_variance_fraction": "the policy solves nearly all of its questions or none: use others",
+    "staleness_beyond_fraction": "Macs take too long over a sweep: let them play fewer groups at once",
+    "infra_fault_rate": "episodes end in faults that are not the policy's: look at the logs of the Macs",
+    "quarantined_share": "many at once have one cause: compare their builds in `stoa status`",
+    "changed_ratio": "a step was far larger than before it: compare grad_norm and learning_rate",
+    "changed_nothing": "steps too small to move a code: raise learning.learning_rate or lower publish.hysteresis",
+    "eval_fall": "held-out results can be unlucky once; wait for the next",
+    "eval_fall_twice": "the policy got worse than it began: start again from the version that did best",
+}
+"""What to look at or do when an alarm fires."""
 
 log = structlog.get_logger()
 Metrics = Mapping[str, float]
@@ -51,6 +86,11 @@ class AlarmBook:
         self._alarms = alarms
         self._past: deque[Metrics] = deque(past, maxlen=PAST_STEPS)
 
+    @property
+    def eval_seen(self) -> float:
+        """Version of the newest held-out result that was judged, NONE_SEEN for none."""
+        return self._past[-1].get("eval_seen", NONE_SEEN) if self._past else NONE_SEEN
+
     @classmethod
     def of_run(cls, alarms: Alarms, store: Store, head: Head) -> "AlarmBook":
         """As if this process had trained the steps that HEAD names."""
@@ -74,7 +114,7 @@ class AlarmBook:
             if alarm.action == "pause":
                 pauses.append(_sentence(name, whole[name], alarm))
         self._past.append({**metrics, **found})
-        return Rung(found, f"{'; '.join(pauses)}. {_GO_ON}" if pauses else "")
+        return Rung(found, f"{'. '.join(pauses)}. {_GO_ON}" if pauses else "")
 
     def _held(self, name: str, metrics: Metrics, bound: float, steps: int) -> bool:
         """Whether the metric is beyond its bound now and was so in the steps just before."""
@@ -91,8 +131,11 @@ def derived(metrics: Metrics, past: list[Metrics]) -> dict[str, float]:
     """
     known = past[-1].get("start_steps", 0.0) if past else 0.0
     gap = metrics["cover"] - metrics["exact_match"]
-    entropy_start = _start(metrics["entropy"], past, "entropy_start", known)
-    gap_start = _start(gap, past, "cover_gap_start", known)
+    starts = {
+        "entropy_start": _start(metrics["entropy"], past, "entropy_start", known),
+        "cover_gap_start": _start(gap, past, "cover_gap_start", known),
+        "answer_words_start": _start(metrics["answer_words_mean"], past, "answer_words_start", known),
+    }
     enough = len(past) >= LEAST_PAST
     norms = [one["grad_norm"] for one in past]
     good = statistics.fmean(one["logprob_positive_mean"] for one in past) if enough else 0.0
@@ -100,17 +143,50 @@ def derived(metrics: Metrics, past: list[Metrics]) -> dict[str, float]:
     rising = len(mismatches) == RISING_STEPS + 1 and all(a < b for a, b in pairwise(mismatches))
     before = past[-RISING_STEPS]["ess_fraction"] if enough else metrics["ess_fraction"]
     return {
+        **starts,
+        **_of_versions(metrics, past),
+        "eval_seen": metrics.get("eval_version", past[-1].get("eval_seen", NONE_SEEN) if past else NONE_SEEN),
         "start_steps": min(known + 1, float(PAST_STEPS)),
-        "entropy_start": entropy_start,
-        "entropy_shift": _octaves(metrics["entropy"], entropy_start),
+        "entropy_shift": _octaves(metrics["entropy"], starts["entropy_start"]),
         "cover_gap": gap,
-        "cover_gap_start": gap_start,
-        "cover_gap_rise": gap - gap_start,
+        "cover_gap_rise": gap - starts["cover_gap_start"],
+        "answer_words_ratio": metrics["answer_words_mean"] / max(starts["answer_words_start"], 1.0),
+        "hacking": _hacking([*past, metrics]),
         "grad_norm_ratio": metrics["grad_norm"] / max(statistics.median(norms), 1e-30) if enough else 1.0,
         "logprob_positive_fall": max(0.0, (good - metrics["logprob_positive_mean"]) / max(-good, 1e-30)) if enough else 0.0,
         "mismatch_climb": metrics["mismatch_mean"] if rising else 0.0,
         "ess_fall": max(0.0, 1.0 - metrics["ess_fraction"] / max(before, 1e-30)),
     }
+
+
+def _of_versions(metrics: Metrics, past: list[Metrics]) -> dict[str, float]:
+    """The share of codes that a version changed against the running mean of those before it, carried from step to step.
+
+    `changed_fraction` is there in the first step after a version whose weights had moved.
+    """
+    last = past[-1] if past else {}
+    num, usual = last.get("num_versions_seen", 0.0), last.get("changed_usual", 0.0)
+    changed = metrics.get("changed_fraction")
+    if changed is None:
+        return {"num_versions_seen": num, "changed_usual": usual}
+    share = 1.0 / min(num + 1, float(PAST_STEPS))
+    found = {
+        "num_versions_seen": num + 1,
+        "changed_usual": usual + share * (changed - usual),
+        "changed_nothing": float(changed == 0 and metrics["learning_rate"] > 0),
+    }
+    return found | ({"changed_ratio": changed / max(usual, 1e-30)} if num >= LEAST_VERSIONS else {})
+
+
+def _hacking(steps: list[Metrics]) -> float:
+    """The smaller of how much the loose mark rose and the strict one fell between two stretches of steps; 0 if either did not."""
+    old, new = steps[-2 * HACKING_STEPS : -HACKING_STEPS], steps[-HACKING_STEPS:]
+    if len(old) < HACKING_STEPS:
+        return 0.0
+    rise, fall = (
+        statistics.fmean(one[name] for one in new) - statistics.fmean(one[name] for one in old) for name in ("cover", "reward_mean")
+    )
+    return max(0.0, min(rise, -fall))
 
 
 def _start(value: float, past: list[Metrics], name: str, num_known: float) -> float:
@@ -133,4 +209,4 @@ def _beyond(name: str, value: float, bound: float) -> bool:
 def _sentence(name: str, value: float, alarm: Alarm) -> str:
     side = "below" if name in _FIRES_BELOW else "above"
     held = f" for {alarm.steps} steps" if alarm.steps > 1 else ""
-    return f"{name} is {value:.3g}, {side} {alarm.threshold:.3g}{held}"
+    return f"{name} is {value:.3g}, {side} {alarm.threshold:.3g}{held}: {ADVICE[name]}"

@@ -56,6 +56,8 @@ class Taken:
     refused: tuple[Refused, ...]
     hosts: dict[str, HostCounts]
     wait_seconds: float
+    metrics: dict[str, float]
+    """What the queue says of itself: `queue_seconds_mean`, `quarantined_share`, and tokens of the stale groups that were read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,9 @@ class Intake:
         self._tallies: dict[str, _Tally] = {}
         self._noted = 0
         self._quarantined: frozenset[str] = frozenset()
+        self._away = False
+        self._known_hosts: set[str] = set()
+        self._offered_at: dict[str, float] = {}
         self._read_twice: set[str] = set()
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -209,7 +214,18 @@ class Intake:
     def _taken(self, groups: tuple[Group, ...], keys: tuple[str, ...], waited: float) -> Taken:
         drops = tuple(Dropped(drop.key, drop.reason) for drop in self._buffer.drops)
         hosts = {name: tally.counts(quarantined=name in self._quarantined) for name, tally in self._tallies.items()}
-        return Taken(groups, keys, drops, tuple(self._refused), hosts, waited)
+        return Taken(groups, keys, drops, tuple(self._refused), hosts, waited, self._metrics(keys))
+
+    def _metrics(self, taken: tuple[str, ...]) -> dict[str, float]:
+        now = time.monotonic()
+        for drop in self._buffer.drops:
+            self._offered_at.pop(drop.key, None)
+        found = {"queue_seconds_mean": sum(now - self._offered_at.pop(key, now) for key in taken) / len(taken)}
+        # One Mac may well be at fault; several at once are no accident of one of them.
+        num = len(self._quarantined)
+        found["quarantined_share"] = num / len(self._known_hosts | self._quarantined) if num > 1 else 0.0
+        stale = [drop.num_tokens for drop in self._buffer.drops if drop.reason == "stale" and drop.num_tokens]
+        return found | ({"stale_group_tokens_mean": sum(stale) / len(stale)} if stale else {})
 
     def _unnoted(self) -> tuple[Dropped, ...]:
         """Groups dropped or refused since the last step of which no note was made; counts them as noted."""
@@ -238,10 +254,14 @@ class Intake:
     def _look(self, oldest: int) -> tuple[Arrival, ...]:
         """What arrived; nothing while the bucket is away, however long that is: the engine's own calls say so."""
         try:
-            return self._inbox.look(oldest)
+            found = self._inbox.look(oldest)
         except ServiceUnavailableError as error:
-            log.warning("inbox_unreachable", error=error.message)
+            if not self._away:
+                log.warning("inbox_unreachable", error=error.message)
+            self._away = True
             return ()
+        self._away = False
+        return found
 
     def _dropped_unread(self, arrival: Arrival) -> bool:
         if arrival.named.host in self._quarantined:
@@ -292,7 +312,9 @@ class Intake:
 
     def _accept(self, arrival: Arrival, group: Group) -> None:
         with self._changed:
+            self._known_hosts.add(group.host)
             if self._buffer.offer(arrival.key, group):
+                self._offered_at[arrival.key] = time.monotonic()
                 tally = self._tallies.setdefault(group.host, _Tally())
                 tally.num_accepted += 1
                 tally.num_sampled_tokens += sum(len(episode.logprobs) for episode in group.episodes)

@@ -19,6 +19,10 @@ from stoa.learning import gate as gate_reference
 from stoa.learning.staleness import histogram, lag_versions
 from stoa.rollouts.records import Group
 
+LOG_RATIO_PERMILLE = (1, 10, 500, 990, 999)
+"""Quantiles of ln(pi / mu) that are kept, in thousandths."""
+NUM_PLACES = 4
+"""Equal parts of an episode's sampled tokens whose mismatch is told apart."""
 BAD_FALL = 0.5
 """A token with a negative advantage whose probability fell by more than this is bad: arXiv 2602.04879, section 4."""
 
@@ -99,17 +103,43 @@ def token_metrics(tokens: Tokens, gate: Gate) -> dict[str, float]:
         "mismatch_max": float(far.max()),
         # k3 estimates KL(mu, pi) from samples of mu without bias and is never negative.
         "k3": float(np.mean(ratio - 1.0 - np.log(ratio))),
+        "binary_kl_mean": float(gate_reference.binary_kl(tokens.log_pi, tokens.log_mu).mean()),
         "ess_fraction": float(ratio.sum() ** 2 / (len(ratio) * np.square(ratio).sum())),
         "entropy": float(tokens.entropy.mean()),
         "logprob_positive_mean": float(tokens.log_pi[up].mean()) if up.any() else 0.0,
         "sampled_tokens": float(len(far)),
     }
+    quantiles = np.quantile(tokens.log_pi - tokens.log_mu, np.array(LOG_RATIO_PERMILLE) / 1000)
+    metrics.update((f"log_ratio_permille_{which}", float(value)) for which, value in zip(LOG_RATIO_PERMILLE, quantiles, strict=True))
     for mode, rate in gate_reference.drop_rates(tokens.log_pi, tokens.log_mu, tokens.advantages, gate).items():
         metrics[f"would_drop_rate_{mode}"] = rate
     return metrics
 
 
-def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+def place_metrics(tokens: Tokens, gate: Gate, lengths: Sequence[int], lags: Sequence[int]) -> dict[str, float]:
+    """Where in its episode, in which episodes and at which lag tokens differ from the sampler.
+
+    Args:
+        tokens: of the episodes one after another.
+        lengths: sampled tokens of each episode.
+        lags: versions of lag of each episode.
+    """
+    far = mismatch(tokens)
+    starts = np.cumsum([0, *lengths[:-1]])
+    of_episode = np.add.reduceat(far, starts) / np.array(lengths)
+    metrics = {"mismatch_episode_p90": float(np.quantile(of_episode, 0.9)), "mismatch_episode_max": float(of_episode.max())}
+    place = np.concatenate([np.arange(length) * NUM_PLACES // length for length in lengths])
+    for number in range(NUM_PLACES):
+        if (place == number).any():
+            metrics[f"mismatch_quarter_{number + 1}"] = float(far[place == number].mean())
+    keep = gate_reference.keep_mask(tokens.log_pi, tokens.log_mu, tokens.advantages, gate)
+    lag = np.repeat(np.array(lags), lengths)
+    for value in sorted(set(lags)):
+        metrics[f"gate_drop_rate_lag_{value}"] = _share(~keep & (lag == value), (tokens.advantages != 0) & (lag == value))
+    return metrics
+
+
+def group_metrics(groups: Sequence[Group], version: int, max_staleness: int) -> dict[str, float]:
     """Reward, lengths and staleness of the groups of a step, each episode counted once."""
     episodes = [episode for group in groups for episode in group.episodes]
     lags = [lag_versions(version, group.version) for group in groups]
@@ -122,6 +152,7 @@ def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         "exact_match": _part_mean(groups, "exact_match"),
         "malformed_rate": _part_mean(groups, "malformed"),
         "num_calls_mean": _part_mean(groups, "num_calls"),
+        "answer_words_mean": _part_mean(groups, "answer_words"),
         "turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
         "episode_tokens_mean": float(np.mean([len(episode.ids) for episode in episodes])),
         "episode_tokens_max": float(max(len(episode.ids) for episode in episodes)),
@@ -129,6 +160,7 @@ def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         "truncated_rate": float(np.mean([episode.stop_reason == "token_limit" for episode in episodes])),
         "staleness_mean": float(np.mean(lags)),
         "staleness_max": float(max(lags)),
+        "staleness_beyond_fraction": float(np.mean([lag > max_staleness for lag in lags])),
     }
     for lag, num in histogram(lags).items():
         metrics[f"staleness_{lag}"] = float(num)
@@ -142,6 +174,7 @@ def drop_metrics(dropped: Sequence[Dropped], refused: Sequence[Refused], num_use
     """How many groups each reason cost since the last step, and which share of those that came had equal rewards."""
     reasons = Counter(drop.reason for drop in dropped)
     metrics = {f"dropped_{reason}": float(num) for reason, num in reasons.items()}
+    metrics.update((f"refused_{reason}", float(num)) for reason, num in Counter(one.reason for one in refused).items())
     num_flat = sum(reasons[reason] for reason in ("all_zero", "all_one", "all_equal"))
     metrics["zero_variance_fraction"] = num_flat / max(1, num_flat + num_used)
     metrics["groups_refused"] = float(len(refused))

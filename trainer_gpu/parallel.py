@@ -5,10 +5,12 @@ weights, each of which updates a part of them. The update is `adam.py`'s, the st
 processes `layout.py`'s; losses and batches are elsewhere. Assumes `trainer_gpu.host.setup_process` has run in this process.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -105,6 +107,12 @@ class Trainable:
         """
         self.state.load(tensors)
         self.share_weights()
+
+    def update_norm(self) -> float:
+        """Norm over all weights of what the last step's moments moved them by, weight decay left out; all must call."""
+        square = torch.tensor([sum(adam.update_norm() ** 2 for adam in self._adams)], dtype=torch.float64, device=host.device())
+        dist.all_reduce(square)
+        return math.sqrt(float(square))
 
     def share_weights(self) -> None:
         """Give every process the weights that others have updated or loaded; all must call."""

@@ -20,11 +20,20 @@ from trainer_gpu import host, layout
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an episode comes from."""
+
+    host: str
+    version: int
+    num_sampled: int
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One packed row: ids int64 [T], where bool [T], log_mu and advantages fp32 [T] (0 outside `where`).
 
     routing: the sampler's experts int64 [T, L, K], None where they were not recorded.
-    hosts, sampled_lens: of each episode; a row without any is filling, of which nothing is learned.
+    origins: of each episode; a row without any is filling, of which nothing is learned.
     """
 
     ids: torch.Tensor
@@ -33,8 +42,7 @@ class Row:
     log_mu: torch.Tensor
     advantages: torch.Tensor
     routing: torch.Tensor | None
-    hosts: list[str]
-    sampled_lens: list[int]
+    origins: tuple[Origin, ...]
 
 
 def share(bins: Sequence[Sequence[int]], rank: int, num_ranks: int, *, even: bool) -> list[tuple[int, ...]]:
@@ -48,10 +56,11 @@ def share(bins: Sequence[Sequence[int]], rank: int, num_ranks: int, *, even: boo
 
 def rows_of_rank(groups: Sequence[Group], learning: Learning) -> list[Row]:
     """This rank's rows of the step, each of at most `micro_batch_tokens` where its episodes allow it, on the device."""
-    episodes: list[tuple[Episode, float, str]] = []
+    episodes: list[tuple[Episode, float, Origin]] = []
     for group in groups:
         advantages = group_advantages(group.rewards, normalise=learning.normalise_advantage)
-        episodes += [(e, float(a), group.host) for e, a in zip(group.episodes, advantages, strict=True)]
+        for episode, advantage in zip(group.episodes, advantages, strict=True):
+            episodes.append((episode, float(advantage), Origin(group.host, group.version, len(episode.logprobs))))
     lengths = [len(episode.ids) for episode, _, _ in episodes]
     bins = pack(lengths, learning.micro_batch_tokens)
     # Ranks that share experts meet in every layer with experts.
@@ -61,7 +70,7 @@ def rows_of_rank(groups: Sequence[Group], learning: Learning) -> list[Row]:
     return [_row([episodes[i] for i in numbers], experts) for numbers in mine]
 
 
-def _row(episodes: Sequence[tuple[Episode, float, str]], experts: tuple[int, ...] | None) -> Row:
+def _row(episodes: Sequence[tuple[Episode, float, Origin]], experts: tuple[int, ...] | None) -> Row:
     """The episodes one after another; without any a token of filling, for a rank that must take part all the same."""
     blank = 0 if episodes else 1
     ids = _join([episode.ids for episode, _, _ in episodes], np.int64, blank)
@@ -83,8 +92,7 @@ def _row(episodes: Sequence[tuple[Episode, float, str]], experts: tuple[int, ...
         torch.from_numpy(log_mu).to(device),
         torch.from_numpy(spread * where).to(device),
         routing,
-        [name for _, _, name in episodes],
-        [len(episode.logprobs) for episode, _, _ in episodes],
+        tuple(origin for _, _, origin in episodes),
     )
 
 

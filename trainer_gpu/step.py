@@ -20,7 +20,7 @@ from stoa.config.run import Learning
 from stoa.rollouts.records import Group
 from trainer_gpu import host
 from trainer_gpu.loss import dppo_loss
-from trainer_gpu.metrics import ReplayedRow, Tokens, group_metrics, replay_metrics, token_metrics
+from trainer_gpu.metrics import ReplayedRow, Tokens, group_metrics, place_metrics, replay_metrics, token_metrics
 from trainer_gpu.model import recorded_routing, replayed_routing, token_logprobs_packed
 from trainer_gpu.parallel import Trainable
 from trainer_gpu.rows import Row, rows_of_rank
@@ -70,17 +70,21 @@ def optimizer_step(
     trainable.set_learning_rate(rate)
     losses = _losses(trainable.model, rows, learning, denominator, seen, on_row)
     grad_norm = trainable.step(losses)
-    hosts = [np.repeat(np.array(row.hosts, np.str_), np.array(row.sampled_lens, np.int64)) for row in rows]
-    parts = host.collect((seen, hosts, replay))
+    update_norm = trainable.update_norm()
+    parts = host.collect((seen, [origin for row in rows for origin in row.origins], replay))
     if not parts:
         return StepOutcome({}, 0, {})
     tokens = Tokens.concatenate([part for seen, _, _ in parts for part in seen])
-    owner = np.concatenate([names for _, hosts, _ in parts for names in hosts])
+    origins = [origin for _, found, _ in parts for origin in found]
+    owner = np.repeat(np.array([origin.host for origin in origins], np.str_), [origin.num_sampled for origin in origins])
     metrics = {
-        **group_metrics(groups, version),
+        **group_metrics(groups, version, learning.max_staleness),
         **token_metrics(tokens, learning.gate),
+        **place_metrics(tokens, learning.gate, [origin.num_sampled for origin in origins], [version - o.version for o in origins]),
         **replay_metrics([row for _, _, replay in parts for row in replay]),
+        "infra_fault_rate": 1.0 - sum(len(group.episodes) for group in groups) / planned_sequences,
         "grad_norm": grad_norm,
+        "update_norm": update_norm,
         "learning_rate": rate,
         "num_rows": float(sum(len(seen) for seen, _, _ in parts)),
     }

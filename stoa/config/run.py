@@ -268,6 +268,24 @@ class Alarms(Section):
     """Share of episodes that a malformed turn ended."""
     zero_variance_fraction: Alarm = Alarm(threshold=0.9, warn=0.6)
     """Share of groups whose rewards are all equal."""
+    answer_words_ratio: Alarm = Alarm(threshold=3.0, warn=2.0, steps=10)
+    """Words of an answer over those of the run's first 20 steps."""
+    hacking: Alarm = Alarm(threshold=0.1, warn=0.05, action="pause")
+    """How far the looser mark rose while the stricter one fell, over ten steps."""
+    staleness_beyond_fraction: Alarm = Alarm(threshold=0.5, warn=0.05)
+    """Share of groups older than the versions of lag that admission plans for."""
+    infra_fault_rate: Alarm = Alarm(threshold=0.2, warn=0.05, action="pause")
+    """Share of episodes that are missing from the step's groups: lost to faults that are not the policy's."""
+    quarantined_share: Alarm = Alarm(threshold=0.34, warn=0.1, action="pause")
+    """Share of the run's Macs that are quarantined."""
+    changed_ratio: Alarm = Alarm(threshold=5.0, warn=3.0)
+    """Share of codes that a version changes over the usual one."""
+    changed_nothing: Alarm = Alarm(threshold=0.5)
+    """1 when steps were taken and a version changes no code."""
+    eval_fall: Alarm = Alarm(threshold=0.0)
+    """How far the upper end of a held-out result's 95 % interval lies below the run's first result."""
+    eval_fall_twice: Alarm = Alarm(threshold=0.0, action="pause")
+    """The smaller one of the last two: worse than at the start twice in a row."""
 
 
 class Publish(Section):

@@ -7,7 +7,7 @@ admission ledger.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stoa.learning.advantages import is_constant
@@ -33,6 +33,8 @@ class Drop:
 
     key: str
     reason: DropReason
+    num_tokens: int = 0
+    """Of all its episodes; 0 if it was dropped unread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +156,8 @@ class ReplayBuffer:
             num_flat_before=self._num_flat,
         )
         for drop in choice.dropped:
-            del self._queue[drop.key]
-        self._drops += choice.dropped
+            _, group = self._queue.pop(drop.key)
+            self._drops.append(replace(drop, num_tokens=group.num_tokens))
         self._num_flat += sum(drop.reason != "stale" for drop in choice.dropped)
         if choice.status == "no_signal":
             self._num_flat = 0

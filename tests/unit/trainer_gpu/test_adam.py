@@ -62,6 +62,21 @@ def test_steps_equal_those_of_torch_wherever_the_state_is(dtype: torch.dtype, on
         assert torch.equal(weight, adam.piece(weight).master.to(dtype))
 
 
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
+def test_norm_of_an_update_is_that_of_what_moved(on_host: bool) -> None:
+    """Adam's first step moves every element by the learning rate; decay comes on top and is left out."""
+    weights = [draw(size, seed) for seed, size in enumerate(SIZES)]
+    adam = adam_of(weights, on_host=on_host)
+    assert adam.update_norm() == 0.0
+    train(adam, weights, 1)
+    assert adam.update_norm() == pytest.approx(LR * sum(SIZES) ** 0.5, rel=1e-5)
+    before = weights[1].clone()
+    weights[0].decoupled_grad = torch.zeros(SIZES[0])
+    adam.param_groups[0]["lr"] = 0.0
+    adam.step()
+    assert adam.update_norm() == pytest.approx(float((weights[1] - before).norm()), rel=1e-4)
+
+
 def test_bf16_gradients_and_moments_stay_near_the_exact_ones() -> None:
     starts = [draw(size, seed) for seed, size in enumerate(SIZES)]
     weights = [start.clone() for start in starts]

@@ -3,7 +3,7 @@
 import pytest
 
 from stoa.config.run import Alarm, Alarms
-from trainer_gpu.alarms import PAST_STEPS, AlarmBook, derived
+from trainer_gpu.alarms import ADVICE, PAST_STEPS, AlarmBook, derived
 
 QUIET = {
     "gate_drop_rate": 0.01,
@@ -15,6 +15,12 @@ QUIET = {
     "logprob_positive_mean": -0.4,
     "cover": 0.3,
     "exact_match": 0.25,
+    "reward_mean": 0.28,
+    "answer_words_mean": 4.0,
+    "learning_rate": 1e-6,
+    "staleness_beyond_fraction": 0.0,
+    "infra_fault_rate": 0.0,
+    "quarantined_share": 0.0,
     "truncated_rate": 0.0,
     "malformed_rate": 0.0,
     "zero_variance_fraction": 0.1,
@@ -44,7 +50,69 @@ def test_quiet_run_rings_nothing_with_the_default_bounds() -> None:
 def test_pausing_alarm_says_what_crossed_what_and_how_to_go_on() -> None:
     rung = book(gate_drop_rate=Alarm(threshold=0.03, action="pause")).ring({**QUIET, "gate_drop_rate": 0.05})
     assert fired(rung) == {"gate_drop_rate"}
-    assert rung.pause == "gate_drop_rate is 0.05, above 0.03. see the metrics in `stoa report`, then `stoa resume` goes on"
+    saw, _, rest = rung.pause.partition(": ")
+    assert saw == "gate_drop_rate is 0.05, above 0.03"
+    assert "stoa canary --decompose" in rest
+    assert rest.endswith("See the metrics in `stoa report`; `stoa resume RUN` goes on, `stoa stop RUN` ends the run")
+
+
+def test_every_alarm_says_what_to_do_about_it() -> None:
+    assert set(ADVICE) == set(Alarms.model_fields)
+
+
+@pytest.mark.parametrize("name", [name for name in Alarms.model_fields if name in QUIET or name in ("eval_fall", "eval_fall_twice")])
+def test_alarm_on_a_metric_of_the_step_fires_beyond_its_bound(name: str) -> None:
+    """Those that are worked out from the past have tests of their own below."""
+    low, high = (0.9, 0.1) if name == "ess_fraction" else (0.1, 0.9)
+    alarms = book(**{name: Alarm(threshold=0.5, action="pause")})
+    assert alarms.ring({**QUIET, name: low}).pause == ""
+    assert alarms.ring({**QUIET, name: high}).pause.startswith(f"{name} is {high}, ")
+
+
+def of_versions(*fractions: float, steps: int = 4) -> list[dict[str, float]]:
+    """Quiet steps, `steps` a version; the first step after a version knows what share of codes it changed."""
+    return [{**QUIET, **({"changed_fraction": one} if number == 0 else {})} for one in fractions for number in range(steps)]
+
+
+def test_share_of_changed_codes_is_judged_by_the_usual_one() -> None:
+    alarms = book(changed_ratio=Alarm(threshold=3.0, action="pause"))
+    rungs = [alarms.ring(one) for one in of_versions(0.004, 0.005, 0.006, 0.005, 0.016)]
+    assert [bool(rung.pause) for rung in rungs] == [False] * 16 + [True] + [False] * 3
+    assert rungs[16].metrics["changed_ratio"] == pytest.approx(3.2)
+    assert "changed_ratio" not in rungs[8].metrics, "two versions are no usual share"
+
+
+def test_version_that_changes_no_code_though_steps_were_taken_is_seen() -> None:
+    alarms = book(changed_nothing=Alarm(threshold=0.5, action="pause"))
+    assert [bool(alarms.ring(one).pause) for one in of_versions(0.004, 0.0, steps=2)] == [False, False, True, False]
+    still = book(changed_nothing=Alarm(threshold=0.5, action="pause"))
+    assert not still.ring({**QUIET, "changed_fraction": 0.0, "learning_rate": 0.0}).pause
+
+
+def test_loose_mark_that_rises_while_the_strict_one_falls_is_seen() -> None:
+    alarms = book(past=10, hacking=Alarm(threshold=0.1, action="pause"))
+    both = [alarms.ring({**QUIET, "cover": 0.7, "reward_mean": 0.6}) for _ in range(10)]
+    assert not any(rung.pause for rung in both), "both rise: the policy answers better"
+    alarms = book(past=10, hacking=Alarm(threshold=0.1, action="pause"))
+    rungs = [alarms.ring({**QUIET, "cover": 0.7, "reward_mean": 0.1}) for _ in range(10)]
+    assert rungs[-1].metrics["hacking"] == pytest.approx(0.18)
+    assert rungs[-1].pause.startswith("hacking is 0.18")
+
+
+def test_answers_that_grow_are_judged_by_the_beginning() -> None:
+    rung = book(past=PAST_STEPS, answer_words_ratio=Alarm(threshold=3.0, action="pause")).ring({**QUIET, "answer_words_mean": 14.0})
+    assert rung.metrics["answer_words_ratio"] == pytest.approx(3.5)
+    assert rung.pause
+
+
+def test_held_out_result_is_judged_once() -> None:
+    alarms = book(eval_fall=Alarm(threshold=0.0))
+    assert alarms.eval_seen == -1
+    first = alarms.ring({**QUIET, "eval_version": 4.0, "eval_pass_at_1": 0.2, "eval_fall": 0.05})
+    assert fired(first) == {"eval_fall"}
+    assert fired(alarms.ring(QUIET)) == set()
+    assert alarms.eval_seen == 4
+    assert AlarmBook(Alarms(**NEVER), [{**QUIET, **first.metrics}]).eval_seen == 4
 
 
 def test_logged_alarm_does_not_pause() -> None:
@@ -125,6 +193,8 @@ def test_answers_that_name_gold_words_without_answering_are_seen() -> None:
 
 def test_resumed_trainer_judges_as_one_that_never_stopped() -> None:
     steps = [{**QUIET, "entropy": 0.5 + 0.01 * n, "grad_norm": 1.0 + n % 3, "mismatch_mean": 0.01 + 0.001 * n} for n in range(30)]
+    for n in range(0, 30, 3):
+        steps[n] |= {"changed_fraction": 0.001 * n, "cover": 0.3 + 0.01 * n, "eval_version": float(n)}
     alarms = AlarmBook(Alarms(**NEVER))
     manifests = [{**step, **alarms.ring(step).metrics} for step in steps]
     for cut in (1, 4, 13, 27):
@@ -138,4 +208,5 @@ def test_resumed_trainer_judges_as_one_that_never_stopped() -> None:
 def test_derived_metrics_are_all_declared() -> None:
     from stoa.telemetry.metrics import CATALOGUE, find
 
-    assert all(find(name) in CATALOGUE for name in derived(QUIET, []))
+    past = [{**QUIET, "num_versions_seen": 4.0, "changed_usual": 0.004}]
+    assert all(find(name) in CATALOGUE for name in derived({**QUIET, "changed_fraction": 0.005}, past))

@@ -216,6 +216,36 @@ def test_quarantined_host_is_refused_unread_and_what_waited_of_it_is_dropped(sto
     assert again.keys == tuple(freed)
 
 
+def test_queue_says_how_long_groups_waited_and_how_many_of_the_hosts_are_shut_out(store: Store, intake: Intake) -> None:
+    for slot, host in enumerate(("one", "two", "three")):
+        put(store, group(slot, host=host))
+    time.sleep(1.2)
+    taken = intake.take(5, Reports())
+    assert isinstance(taken, Taken)
+    assert 0.2 < taken.metrics["queue_seconds_mean"] < 30
+    assert taken.metrics["quarantined_share"] == 0.0
+    intake.settle()
+    for number, (banned, share) in enumerate(((("two",), 0.0), (("two", "three"), 2 / 3), (("two", "three", "four"), 3 / 4))):
+        intake.quarantine(banned)
+        for slot in (4 + 2 * number, 5 + 2 * number):
+            put(store, group(slot, host="one"))
+        taken = intake.take(5, Reports())
+        assert isinstance(taken, Taken)
+        assert taken.metrics["quarantined_share"] == pytest.approx(share), "one alone may be at fault by itself"
+        intake.settle()
+
+
+def test_groups_that_grew_stale_in_the_queue_say_how_long_they_were(store: Store, intake: Intake) -> None:
+    put(store, group(0, version=3))
+    time.sleep(0.8)
+    fresh = [put(store, group(slot, version=5)) for slot in (1, 2)]
+    time.sleep(0.8)
+    taken = intake.take(6, Reports())
+    assert isinstance(taken, Taken)
+    assert taken.keys == tuple(fresh)
+    assert taken.metrics["stale_group_tokens_mean"] > 0
+
+
 def test_short_wait_says_how_many_groups_are_missing_and_how_old_they_may_be(store: Store, intake: Intake) -> None:
     put(store, group(0))
     started = time.monotonic()

@@ -14,6 +14,7 @@ from stoa.rollouts.records import Group
 from stoa.telemetry.metrics import find
 from tests.unit.trainer_gpu.player import POLICY, group_of, play, search
 from trainer_gpu.convert import load_hub
+from trainer_gpu.metrics import Tokens, place_metrics
 from trainer_gpu.model import build_model, read_model_config, recorded_routing, token_logprobs_packed
 from trainer_gpu.parallel import Trainable, build_optimizer
 from trainer_gpu.rows import share
@@ -101,6 +102,29 @@ def test_stale_logprobs_are_gated_and_counted(groups: list[Group]) -> None:
     assert metrics["gate_drop_rate"] == metrics["would_drop_rate_tv"]
     assert metrics["would_drop_rate_off"] == 0
     assert metrics["would_drop_rate_ppo_clip"] > metrics["would_drop_rate_tv"]
+
+
+def test_where_tokens_differ_is_told_by_episode_by_place_and_by_lag() -> None:
+    """Two episodes, of 4 and 2 tokens; the second, 3 versions old, moved up by 0.4 where its advantage is positive."""
+    mu = np.array([0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
+    pi = np.array([0.5, 0.5, 0.5, 0.6, 0.9, 0.9])
+    tokens = Tokens(np.log(pi), np.log(mu), np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.0]), np.zeros(6))
+    found = place_metrics(tokens, LEARNING.gate, [4, 2], [0, 3])
+    assert found["mismatch_episode_max"] == pytest.approx(0.4)
+    assert found["mismatch_episode_p90"] == pytest.approx(0.025 + 0.9 * (0.4 - 0.025))
+    quarters = [found[f"mismatch_quarter_{n}"] for n in (1, 2, 3, 4)]
+    assert quarters == pytest.approx([0.2, 0.0, 0.2, 0.1]), "two tokens are the first and the third quarter"
+    assert (found["gate_drop_rate_lag_0"], found["gate_drop_rate_lag_3"]) == (0.0, 1.0)
+
+
+def test_step_says_how_many_episodes_are_missing_and_how_far_weights_moved(groups: list[Group]) -> None:
+    short = [replace(groups[0], episodes=groups[0].episodes[:6]), *groups[1:]]
+    policy, outcome = step(short)
+    assert outcome.metrics["infra_fault_rate"] == pytest.approx(2 / 24)
+    assert outcome.metrics["staleness_beyond_fraction"] == 0.0
+    assert step(groups, version=7)[1].metrics["staleness_beyond_fraction"] == 1.0, "4 versions are more than the 3 planned for"
+    moved = torch.cat([(t - trainable().masters()[name]).flatten() for name, t in policy.masters().items()]).norm()
+    assert outcome.metrics["update_norm"] == pytest.approx(float(moved), rel=1e-3)
 
 
 def test_hosts_are_told_apart(groups: list[Group]) -> None:

@@ -48,6 +48,7 @@ def main(checkpoint: Path, out: Path, expert: int) -> None:
         if dtype == torch.float32:
             save_hub(model, config, out / "hub")
         tensors = {name: t.clone() for name, t in mlx_tensors(model, config, trainable.masters())}
+        tensors["update_norm"] = torch.tensor(trainable.update_norm())
         save_file(tensors | {"norm": torch.tensor(norm)}, out / f"wire-{name}-{rank}.safetensors")
         save_file({name: t.contiguous() for name, t in trainable.state.tensors(own=True).items()}, out / f"state-{name}-{rank}.safetensors")
 
