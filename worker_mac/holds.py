@@ -14,8 +14,6 @@ import structlog
 
 _log = structlog.get_logger(__name__)
 
-WIRED_MARGIN_BYTES: Final = 512 << 20
-"""Beyond weights and cache: activations and logits of a step."""
 END_SECONDS: Final = 2.0
 
 
@@ -61,9 +59,9 @@ def _start(command: Sequence[str]) -> "subprocess.Popen[bytes] | None":
         return None
 
 
-def wired_bytes(needed_bytes: int, memory_bytes: int) -> int:
-    """What to wire: what is needed and a margin, never more than `memory_bytes`."""
-    return min(needed_bytes + WIRED_MARGIN_BYTES, memory_bytes)
+def wired_bytes(planned_bytes: int, memory_bytes: int | None) -> int:
+    """What to wire: what a sweep is planned to take, never more than `memory_bytes`; 0, for nothing, where that is not known."""
+    return 0 if memory_bytes is None else min(planned_bytes, memory_bytes)
 
 
 @contextmanager
@@ -77,14 +75,3 @@ def wired(num_bytes: int, set_limit: Callable[[int], int]) -> Iterator[None]:
         yield
     finally:
         set_limit(before)
-
-
-def groups_that_fit(num_groups: int, group_bytes: int, weights_bytes: int, memory_bytes: int | None) -> int:
-    """How many groups may be played at once, at least 1.
-
-    group_bytes: cache of one group at its longest. memory_bytes: what weights, caches and margin may take; None: unknown.
-    """
-    if memory_bytes is None:
-        return num_groups
-    free = memory_bytes - weights_bytes - WIRED_MARGIN_BYTES
-    return max(1, min(num_groups, free // max(1, group_bytes)))

@@ -17,7 +17,7 @@ from stoa.config.run import Rollout
 from stoa.weights.layout import Layout
 from worker_mac.decoder import Decoder
 from worker_mac.guest import Guest
-from worker_mac.holds import wired
+from worker_mac.holds import wired, wired_bytes
 from worker_mac.memory import MemoryPlan, Play, model_bytes, plan_memory
 from worker_mac.model import Model
 from worker_mac.model_config import ModelConfig
@@ -104,8 +104,7 @@ class Player:
             self._environment, castings, pages, max_rows=min(plan.max_rows, len(castings)), expected_tokens=self._mean_tokens(castings)
         )
         decoder = self._decoder(served.model, pages, schedule.num_slots, record_routing=record_routing, sampling=sampling)
-        memory_bytes = self._memory_bytes()
-        with wired(0 if memory_bytes is None else min(plan.total_bytes, memory_bytes), mx.set_wired_limit):
+        with wired(wired_bytes(plan.total_bytes, self._memory_bytes()), mx.set_wired_limit):
             sweep = Sweep(decoder, schedule, self._environment, castings, on_group, pace=self._pace)
             played = sweep.play(should_stop, on_step, lambda: self._rows_allowed(plan.max_rows))
         if played.num_parked:
