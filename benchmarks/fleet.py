@@ -44,6 +44,8 @@ KILL_EVERY_SECONDS: Final = 45.0
 STEPS_PER_VERSION, CHECKPOINT_EVERY = 4, 4
 START_SECONDS: Final = 180.0
 P_RIGHT: Final = 0.5
+WAITS: Final = ("room", "turn", "version", "run")
+"""What a Mac waits for that is not the control plane's own time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,11 @@ ABSENT: Final = Absent()
 
 
 def draw_members(options: Options) -> list[dict[str, Any]]:
-    """The Macs: time of a sweep lognormal (sigma 0.35, cut at half and twice the middle), lines lognormal (sigma 0.5)."""
+    """The Macs: time of a sweep lognormal (sigma 0.35, cut at 5/12 and 20/12 of the middle), lines lognormal (sigma 0.5)."""
     members: list[dict[str, Any]] = []
     for index in range(options.macs):
         chance = random.Random(f"{options.seed} {index}")
-        factor = min(2.0, max(0.5, chance.lognormvariate(0.0, 0.35)))
+        factor = min(20 / 12, max(5 / 12, chance.lognormvariate(0.0, 0.35)))
         line = chance.lognormvariate(0.0, 0.5)
         play = Play(options.sweep_seconds * factor, jitter=0.1, p_right=P_RIGHT)
         absent = asdict(ABSENT) if index >= NUM_VICTIMS else {}
@@ -206,26 +208,21 @@ def window_steps(record: RunRecord, start: float, end: float) -> list[StepRow]:
     return [row for row in record.steps if start <= row.started_at < end]
 
 
-def diaries(plant: Plant, start: float, end: float) -> list[dict[str, Any]]:
-    """What the swarm's Macs wrote about the sweeps that ended in a window."""
-    lines: list[dict[str, Any]] = []
-    for path in plant.folder.glob(f"state/*/runs/{RUN}/sweeps.jsonl"):
-        lines += [json.loads(line) for line in path.read_text("ascii").splitlines()]
-    return [line for line in lines if start <= line["ended_at"] < end]
+def facts_of(record: RunRecord, before: Snapshot, after: Snapshot) -> Facts:
+    """What the simulation must be told of these machines, measured in a window: pauses of trainer and control plane.
 
-
-def facts_of(plant: Plant, record: RunRecord, start: float, end: float) -> Facts:
-    """What the simulation must be told of these machines: pauses of trainer and control plane, measured in a window."""
+    A Mac's turn is its time between sweeps beside waits for room, for other Macs' turn and for a version.
+    """
     plain: list[float] = []
     publishing: list[float] = []
-    steps = window_steps(record, start, end)
-    for before, row in pairwise(steps):
-        gap = row.started_at - row.wait_seconds - before.started_at - before.train_seconds
-        (plain if row.version == before.version else publishing).append(gap)
-    idle = sorted(line["idle_seconds"] for line in diaries(plant, start, end))
-    overhead = statistics.median(plain) if plain else 0.15
+    for last, row in pairwise(window_steps(record, before.at, after.at)):
+        gap = row.started_at - row.wait_seconds - last.started_at - last.train_seconds
+        (plain if row.version == last.version else publishing).append(gap)
+    overhead = statistics.fmean(plain) if plain else 0.15
     hold = statistics.fmean(publishing) - overhead if publishing else 0.3
-    return Facts(overhead, max(0.0, hold), idle[len(idle) // 10] if idle else 0.2)
+    macs = shares(before, after)
+    turn = macs["mac_idle_share"] - sum(macs["waits"].get(name, 0.0) for name in WAITS)
+    return Facts(overhead, max(0.0, hold), max(0.0, turn) * macs["seconds"] / max(1, macs["sweeps"]))
 
 
 def shares(before: Snapshot, after: Snapshot) -> dict[str, Any]:
@@ -246,6 +243,7 @@ def shares(before: Snapshot, after: Snapshot) -> dict[str, Any]:
     return {
         "sweeps": sweeps,
         "groups": groups,
+        "seconds": total,
         "mac_idle_share": round(idle / total, 4),
         "waits": {name: round(seconds / total, 4) for name, seconds in sorted(waits.items())},
     }
@@ -324,11 +322,12 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
     observer = await Observer.at(plant.services.temporal_address)
     run = Run(plant, options, observer)
     await run.start()
-    warm_from = time.time()
-    await asyncio.sleep(options.warm_minutes * 30)
-    run.facts = facts_of(plant, record_of(plant), warm_from, time.time())
+    await asyncio.sleep(options.warm_minutes * 20)
+    warming = await run.snapshot()
+    await asyncio.sleep(options.warm_minutes * 20)
+    run.facts = facts_of(record_of(plant), warming, await run.snapshot())
     run.set_pace(BALANCED)
-    await asyncio.sleep(options.warm_minutes * 30)
+    await asyncio.sleep(options.warm_minutes * 20)
     balanced_pace, before = run.step_seconds, await run.snapshot()
     await run.kill_victims(options.minutes * 60)
     after = await run.snapshot()
@@ -350,7 +349,7 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
         forecast(run.members, mac_of, ABSENT, rules, replace(run.facts, step_seconds=pace), options.flat_fraction, run.hosts[:NUM_VICTIMS])
         for pace in (balanced_pace, hungry_pace)
     ]
-    grant_wait = sum(share for name, share in macs["waits"].items() if name in ("room", "turn"))
+    grant_wait = sum(share for name, share in macs["waits"].items() if name not in ("version", "run"))
     return {
         "macs": options.macs,
         "events_per_sweep": cost["events_per_sweep"],
@@ -402,7 +401,7 @@ def main() -> None:
     parser.add_argument("--warm-minutes", type=float, default=2.0)
     parser.add_argument("--minutes", type=float, default=5.0, help="of the balanced window")
     parser.add_argument("--hungry-minutes", type=float, default=2.0, help="of the window with a slower trainer, after half as much")
-    parser.add_argument("--sweep-seconds", type=float, default=10.0, help="the middle of the Macs' sweeps")
+    parser.add_argument("--sweep-seconds", type=float, default=12.0, help="the middle of the Macs' sweeps")
     parser.add_argument("--groups", type=int, default=4, help="groups of a sweep")
     parser.add_argument("--heartbeat-seconds", type=float, default=6.0)
     parser.add_argument("--head-poll-seconds", type=float, default=2.0)

@@ -48,7 +48,8 @@ class FakePolicy:
         self.config = SimpleNamespace(vocab_size=config["vocab_size"])
         self.architecture = hashlib.sha256(source.encode()).hexdigest()
         self.routing = None
-        self._gate, self._pace = handle.config.learning.gate, pace
+        learning = handle.config.learning
+        self._gate, self._max_staleness, self._pace = learning.gate, learning.max_staleness, pace
         self._masters: dict[str, torch.Tensor] = {}
         self.load_base()
 
@@ -104,7 +105,10 @@ class FakePolicy:
                 log_p = episode.logprobs.astype(np.float64)
                 per_host.setdefault(group.host, []).append(Tokens(log_p, log_p, np.full(len(log_p), advantage), -log_p))
         hosts = {host: Tokens.concatenate(parts) for host, parts in per_host.items()}
-        metrics = {**group_metrics(groups, version), **token_metrics(Tokens.concatenate(list(hosts.values())), self._gate)}
+        metrics = {
+            **group_metrics(groups, version, self._max_staleness),
+            **token_metrics(Tokens.concatenate(list(hosts.values())), self._gate),
+        }
         return StepOutcome({**metrics, "grad_norm": 1.0}, sum(group.num_tokens for group in groups), hosts)
 
 

@@ -36,7 +36,7 @@ ROUND_TRIP_SECONDS: Final = 0.15
 APPETITE: Final = 1.25
 """What the trainer takes, over what the Macs bring."""
 FLAT: Final = 2 * 0.5**GROUP_SIZE
-WIDTH, LAYERS = 256, 4
+WIDTH, LAYERS = 512, 8
 START_SECONDS: Final = 240.0
 
 
@@ -77,7 +77,7 @@ def play(qualities: Sequence[Quality], *, full_sync: bool, warm_seconds: float, 
     tables: dict[str, dict[str, Any]] = {
         "rollout": {"groups": GROUPS, "group_size": GROUP_SIZE},
         "learning": {"groups_per_step": GROUPS_PER_STEP, "steps_per_version": STEPS_PER_VERSION, "starved_seconds": 300.0},
-        "publish": {"anchor_every_versions": 1 if full_sync else 20, "checkpoint_every_versions": 4},
+        "publish": {"anchor_every_versions": 1 if full_sync else 20, "checkpoint_every_versions": 1000},
         "timeouts": {"heartbeat_seconds": 10.0, "head_poll_seconds": 1.0, "sweep_seconds": 600.0},
     }
     with scratch(keep) as folder, Plant(folder, tables, width=WIDTH, layers=LAYERS) as plant:

@@ -14,7 +14,7 @@ from stoa.contracts import names
 from stoa.contracts.fleet_messages import SessionStatus
 from tests.unit.cli.records import step
 
-OPTIONS = Options(14, 2.0, 5.0, 2.0, 10.0, 4, 6.0, 0)
+OPTIONS = Options(14, 2.0, 5.0, 2.0, 12.0, 4, 6.0, 0)
 
 
 def test_every_payload_of_an_event_is_found() -> None:
