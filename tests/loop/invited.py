@@ -5,26 +5,36 @@ that a test can look for it wherever it must not be.
 """
 
 import base64
-import json
 import os
+import re
 import secrets
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from activities.connection import setup_namespace
+from activities.connection import connect, setup_namespace
+from cli.launch import run_input
 from stoa.bucket import keys
 from stoa.bucket.invite import Invite, read_invite
 from stoa.bucket.manifest import Signer
 from stoa.bucket.store import Store
-from stoa.config.load import PROJECT_ROOT
+from stoa.config.load import PROJECT_ROOT, load_run
 from stoa.config.run import Macs, RunConfig, Temporal
+from stoa.contracts import names
 from tests.servers import CREDENTIALS, MAC_CREDENTIALS, BucketServer, TemporalServer, free_ports
 from tests.unit.worker_mac.publishing import Publishing
 
 RUN = "friends"
+GUIDE = PROJECT_ROOT / "docs" / "guides" / "invite-macs.md"
+
+
+def guide_commands() -> list[str]:
+    """The commands of the guide that need no account, in its order."""
+    blocks = re.findall(r"```console\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line]
 
 
 class World:
@@ -51,6 +61,7 @@ class World:
             "signing key": base64.b64encode(self.seed).decode(),
             "API key": f"planted-{secrets.token_hex(16)}",
         }
+        self.left = guide_commands()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         temporal = Temporal(address=server.address, namespace_core=self.core, namespace_mac=self.mac)
         macs = Macs(temporal_address=self.proxy_address, bucket_endpoint=bucket_endpoint)
@@ -74,13 +85,16 @@ class World:
         self.run = Publishing(store, base, run=RUN, bucket=store.settings, signer=Signer.from_seed(self.seed))
 
     async def set_up(self) -> None:
-        """Namespaces, the first version, the control process and the proxy."""
+        """Namespaces, the first version, the run's workflow (which waits for a trainer), the control process and the proxy."""
         for namespace in (self.core, self.mac):
             await setup_namespace(self.server.address, namespace)
         self.run.publish(steps_per_version=0)
+        core = await connect(self.server.address, self.core)
+        run_id, queue = names.run_workflow_id(RUN), names.control_queue(RUN)
+        await core.start_workflow(names.RUN_WORKFLOW, run_input(load_run(self.config, environ={})), id=run_id, task_queue=queue)
         self.start("control", sys.executable, "-m", "trainer_gpu.control", str(self.config), stdin=subprocess.PIPE)
         where = () if self.proxy_address.startswith("127.") else ("--behind-tls",)
-        self.start("proxy", *STOA, "proxy", str(self.config), "--listen", self.proxy_address, *where)
+        self.start("proxy", *STOA, *self.guided("stoa proxy"), *where)
 
     def start(self, name: str, *command: str, stranger: bool = False, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
         """A process with the owner's environment, or with a stranger's, which says nothing of the run."""
@@ -90,6 +104,13 @@ class World:
         self.processes[name] = process
         return process
 
+    def guided(self, begins: str, **words: str) -> list[str]:
+        """The next command of the guide, which must begin so, as arguments of `stoa`, with this world's names in it."""
+        line = self.left.pop(0)
+        assert line.startswith(begins), line
+        words = {"friends.toml": str(self.config), "127.0.0.1:7234": self.proxy_address, **words}
+        return [words.get(word, word) for word in shlex.split(line)[1:]]
+
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
@@ -98,18 +119,18 @@ class World:
         command = [*STOA, *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=self.owner, cwd=PROJECT_ROOT, timeout=seconds, check=False)
 
-    def invite(self, host: str, *more: str) -> tuple[str, Invite]:
+    def invite(self, host: str) -> tuple[str, Invite]:
         """A token by `stoa invite`; what is secret in it is planted."""
-        done = self.stoa("invite", RUN, "--host", host, "--config", str(self.config), "--json", *more)
+        done = self.stoa(*self.guided("stoa invite", attic=host))
         assert done.returncode == 0, done.stderr
-        token = json.loads(done.stdout)["token"]
+        token = done.stdout.strip()
         invite = read_invite(token)
         self.planted |= {f"token of {host}": token, f"pass of {host}": invite.proof, f"seal key of {host}": invite.seal_key}
         return token, invite
 
     def join(self, token: str, host: str, *, through: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         """A friend's Mac, with nothing set up but what the token says."""
-        command = (*through, *STOA, "join", token, "--state", str(self.folder / host), "--no-doctor")
+        command = (*through, *STOA, *self.guided("stoa join", TOKEN=token), "--state", str(self.folder / host), "--no-doctor")
         return self.start(host, *command, stranger=True)
 
     def groups(self, host: str, version: int) -> set[tuple[int, int]]:

@@ -87,7 +87,7 @@ def forms(secret: str) -> list[str]:
 
 
 async def test_a_friend_joins_plays_is_examined_and_is_revoked(world: World) -> None:
-    token, _ = world.invite(HOST)
+    token, invite = world.invite(HOST)
     process = world.join(token, HOST)
     await asyncio.to_thread(world.until, lambda: len(world.groups(HOST, 0)) >= 16)
     assert listening(process) == []
@@ -105,12 +105,16 @@ async def test_a_friend_joins_plays_is_examined_and_is_revoked(world: World) -> 
     )
     assert (await asyncio.wait_for(examined.result(), 90)).num_questions == 16
 
-    done = world.stoa("revoke", RUN, "--host", HOST, "--reason", "sold", "--config", str(world.config))
+    status = world.stoa(*world.guided("stoa status"))
+    assert (status.returncode, HOST in status.stdout) == (0, True), status.stderr
+    done = world.stoa(*world.guided("stoa revoke", **{"attic.0123abcd": invite.invite}))
     assert done.returncode == 0, done.stderr
     assert await asyncio.to_thread(process.wait, 60) == 1
     said = world.log(HOST).read_text()
     assert f"error: Temporal at {world.proxy_address} refused" in said or "may not take part" in said
-    assert f"{HOST} was revoked: sold" in said
+    assert f"{invite.invite} was revoked: sold" in said
+    assert world.stoa(*world.guided("stoa revoke")).returncode == 0
+    assert world.left == []
     again = world.stoa("invite", RUN, "--host", HOST, "--config", str(world.config))
     assert (again.returncode, "is not used again" in again.stderr) == (2, True)
     await check_history(world, client)
