@@ -155,7 +155,7 @@ class OneMachine:
 
     def publish(self) -> float:
         """The next version, waited for; returns the share of codes that changed."""
-        request = PublishRequest(self.config.run, self._acquired.token, self._step, anchor=False, checkpoint=True)
+        request = PublishRequest(self.config.run, self._acquired.token, self._step, anchor=False, checkpoint=True, announce=True)
         return self._trainer.publish(request, self._quiet).changed_fraction
 
     def score(self, groups: Sequence[Group]) -> "list[Tokens]":

@@ -209,8 +209,8 @@ class TrainerEngine:
     ) -> Published:
         """The next version, with a checkpoint in the same swap if there is one.
 
-        The trainer is held for the scan only, and for the version before if that has not arrived. A version with a
-        checkpoint, or whose anchor is announced at once, is waited for.
+        The trainer is held for the scan only, and for the version before if that has not arrived. A version whose anchor is
+        announced at once is waited for.
         """
         self._arrive(lease, progress)
         started = time.monotonic()
@@ -238,9 +238,8 @@ class TrainerEngine:
         )
         lease.version = version
         log.info("version_scanned", version=version, step=step, changed_fraction=changed_fraction, seconds=time.monotonic() - started)
-        prepared = self._arrive(lease, progress) if checkpoint_key is not None or announce else None
-        if checkpoint_key is not None:
-            self._savepoint.prune(lease, checkpoint_key)
+        lease.checkpoint_in_flight = checkpoint_key or ""
+        prepared = self._arrive(lease, progress) if announce else None
         # One version more than a successor, which publishes at once, will look at.
         oldest = lease.version - self._handle.config.learning.max_staleness_hard - LATE_VERSIONS - 1
         lease.settled = {key for key in lease.settled if keys.parse_group(key).version >= oldest}
@@ -267,6 +266,10 @@ class TrainerEngine:
             raise
         if prepared is not None:
             lease.arrived_version, lease.arrived_delta_bytes = prepared.version, prepared.delta_bytes
+            if lease.checkpoint_in_flight:
+                with contextlib.suppress(ServiceUnavailableError):  # what is left goes with the next one
+                    self._savepoint.prune(lease, lease.checkpoint_in_flight)
+                lease.checkpoint_in_flight = ""
             progress.report(f"version {prepared.version} is published", version=prepared.version, key=prepared.manifest_key)
             log.info(
                 "version_published",

@@ -1,6 +1,7 @@
 """A run in a real bucket, its grants and its groups, for tests of what a trainer does with them."""
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -47,6 +48,15 @@ def start_run(store: Store, config: RunConfig, *, owner: str = "gpu-1") -> RunHa
 
 def head_of(handle: RunHandle) -> Head:
     return read_head(handle.store, handle.run, handle.signer.public_key)[0]
+
+
+def await_version(handle: RunHandle, version: int) -> Head:
+    """HEAD once it names `version`, which is on its way."""
+    deadline = time.monotonic() + 30
+    while (head := head_of(handle)).version < version:
+        assert time.monotonic() < deadline, f"HEAD is at version {head.version}, not {version}"
+        time.sleep(0.05)
+    return head
 
 
 def state_of(handle: RunHandle, head: Head) -> str:

@@ -1,5 +1,6 @@
 """A trainer against a real bucket: one version, a death, a successor, and a lineage without repeats."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 
 from stoa.bucket import keys
+from stoa.bucket.manifest import read_manifest
 from stoa.bucket.steps import lineage, read_step
-from stoa.bucket.store import Store
+from stoa.bucket.store import Store, kind_of
 from stoa.contracts.errors import FencedError, LostStateError, ReplayedError, ServiceUnavailableError, UsageError
 from stoa.contracts.messages import AcquireRequest, CheckpointRequest, PublishRequest, StepRequest
-from tests.unit.trainer_gpu.runs import Reports, config_of, head_of, ship_sweep, start_run
+from tests.servers import CREDENTIALS
+from tests.unit.trainer_gpu.runs import Reports, await_version, config_of, head_of, ship_sweep, start_run
 from trainer_gpu.checkpoint import MANIFEST
 from trainer_gpu.engine import TrainerEngine
 from trainer_gpu.lease import next_token
@@ -58,8 +61,10 @@ def test_successor_resumes_from_head_and_no_group_is_trained_on_twice(handle: Ru
     assert again == done
     published = first.publish(PublishRequest("test", 1001, 2, anchor=False, checkpoint=True), progress)
     assert published.version == 1
-    assert 0 < published.delta_bytes < 400_000
-    head = head_of(handle)
+    head = await_version(handle, 1)
+    delta = read_manifest(handle.store, "test", head.manifest_key, head.manifest_sha256, handle.signer.public_key).delta
+    assert delta is not None
+    assert 0 < delta.num_bytes < 400_000
     assert (head.version, head.step, head.epoch) == (1, 2, 1001)
     assert head.checkpoint_key.startswith(keys.checkpoints_prefix("test"))
     at_publish = {name: t.clone() for name, t in policy_of(first).state().items()}
@@ -75,8 +80,9 @@ def test_successor_resumes_from_head_and_no_group_is_trained_on_twice(handle: Ru
     for name, tensor in policy_of(second).state().items():
         assert torch.equal(tensor, at_publish[name]), name
 
-    with pytest.raises(FencedError):
-        first.publish(PublishRequest("test", 1001, 3, anchor=False, checkpoint=True), progress)
+    first.publish(PublishRequest("test", 1001, 3, anchor=False, checkpoint=True), progress)
+    with pytest.raises(FencedError):  # what became of it is met by the next call
+        first.checkpoint(CheckpointRequest("test", 1001, 3), progress)
     with pytest.raises(LostStateError):
         first.train_step(StepRequest("test", 1001, 4), progress)
     with pytest.raises(LostStateError):
@@ -99,6 +105,49 @@ def test_successor_resumes_from_head_and_no_group_is_trained_on_twice(handle: Ru
     settled = set(consumed) | {d.key for m in steps for d in m.dropped}
     newest_consumed = max(consumed)
     assert all(key in settled for key in shipped if key < newest_consumed)
+
+
+class Held(Store):
+    """A store that holds back the manifests of versions until it is let go."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store.settings, CREDENTIALS, patience_seconds=30.0)
+        self.let_go = threading.Event()
+        self.let_go.set()
+
+    def create(self, key: str, data: bytes | bytearray | memoryview, *, kind: str = "") -> str:
+        if kind_of(key) == "manifests":
+            assert self.let_go.wait(60)
+        return super().create(key, data, kind=kind)
+
+
+@pytest.mark.loop
+@pytest.mark.timeout(200)
+def test_version_with_a_checkpoint_is_on_its_way_while_the_next_step_is_taken(store: Store) -> None:
+    held, progress = Held(store), Reports()
+    handle = start_run(held, config_of(store, groups_per_step=4))
+    engine = TrainerEngine(handle)
+    try:
+        token = engine.acquire(AcquireRequest("test", 1), 1, progress).token
+        ship_sweep(handle, policy_of(engine), list(handle.environment.question_ids("train"))[:20], host="mac", sweep=0, seed=1)
+        before = head_of(handle)
+        held.let_go.clear()
+        for step in (1, 2):
+            assert engine.train_step(StepRequest("test", token, step), progress).status == "done"
+            if step == 1:
+                assert engine.publish(PublishRequest("test", token, 1, anchor=False, checkpoint=True), progress).version == 1
+        assert head_of(handle) == before, "nothing is named that is not whole"
+        held.let_go.set()
+        head = await_version(handle, 1)
+        assert (head.step, head.checkpoint_key) == (1, keys.checkpoint("test", token, 1, MANIFEST))
+        engine.publish(PublishRequest("test", token, 2, anchor=False, checkpoint=True), progress)
+        engine.checkpoint(CheckpointRequest("test", token, 2), progress)
+        kept = {place.step for _, place in keys.ours((i.key for i in store.list(keys.checkpoints_prefix("test"))), keys.parse_checkpoint)}
+        assert kept == {1, 2}, "the first one, of step 0, went once HEAD named its second successor"
+        assert head_of(handle).checkpoint_key == keys.checkpoint("test", token, 2, MANIFEST)
+    finally:
+        held.let_go.set()
+        engine.close()
 
 
 @pytest.mark.loop

@@ -21,7 +21,7 @@ from stoa.config.load import bucket_credentials, signing_seed
 from stoa.config.run import Bucket
 from stoa.contracts.messages import AcquireRequest, CheckpointRequest, PublishRequest, StepRequest
 from tests.unit.trainer_gpu.player import POLICY, search
-from tests.unit.trainer_gpu.runs import Reports, head_of, state_of
+from tests.unit.trainer_gpu.runs import Reports, await_version, head_of, state_of
 from trainer_gpu import crew, host
 from trainer_gpu.engine import TrainerEngine
 from trainer_gpu.follower import follow
@@ -41,6 +41,7 @@ def lead(settings: Bucket, out: Path, line: crew.Line) -> None:
     saved = engine.checkpoint(CheckpointRequest("test", first.token, 1), progress)
     steps.append(engine.train_step(StepRequest("test", first.token, 2), progress))
     engine.publish(PublishRequest("test", first.token, 2, anchor=False, checkpoint=True), progress)
+    await_version(handle, 1)
     policy = engine._policy
     assert policy is not None
     before = {name: t.clone() for name, t in policy.state().items()}
