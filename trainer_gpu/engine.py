@@ -178,7 +178,11 @@ class TrainerEngine:
             lease.intake.put_back()
             raise
         train_seconds = time.time() - started
-        metrics = {**outcome.metrics, **drop_metrics(taken.dropped, taken.refused, len(taken.groups))}
+        metrics = {**outcome.metrics, **drop_metrics(taken.dropped, taken.refused, len(taken.groups)), **taken.metrics}
+        if lease.fresh_changed_fraction is not None:
+            metrics["changed_fraction"] = lease.fresh_changed_fraction
+            lease.fresh_changed_fraction = None
+        metrics |= lease.eval_watch.news(lease.alarms.eval_seen)
         alarms = lease.alarms.ring(metrics)
         outcome = replace(outcome, metrics={**metrics, **alarms.metrics})
         manifest = manifest_of(lease, self._handle.run, step, taken, outcome, config.learning, started=started, train_seconds=train_seconds)
@@ -243,6 +247,8 @@ class TrainerEngine:
         # One version more than a successor, which publishes at once, will look at.
         oldest = lease.version - self._handle.config.learning.max_staleness_hard - LATE_VERSIONS - 1
         lease.settled = {key for key in lease.settled if keys.parse_group(key).version >= oldest}
+        if lease.last_published is not None and step > lease.last_published.step:
+            lease.fresh_changed_fraction = changed_fraction
         lease.last_published = Published(
             version=version,
             step=step,

@@ -16,6 +16,7 @@ from stoa.contracts.messages import AcquireRequest, Published, StepResult
 from stoa.contracts.ports import Progress
 from trainer_gpu.alarms import AlarmBook
 from trainer_gpu.checkpoint import Facts, Identity, read_document
+from trainer_gpu.eval_watch import EvalWatch
 from trainer_gpu.grant_book import GrantBook
 from trainer_gpu.intake import Intake
 from trainer_gpu.policy import Policy
@@ -39,6 +40,7 @@ class Lease:
     intake: Intake
     versions: KnownVersions
     alarms: AlarmBook
+    eval_watch: EvalWatch
     version: int
     step: int
     step_manifest_key: str
@@ -47,6 +49,8 @@ class Lease:
     """Key of the checkpoint that HEAD will name with the version in flight."""
     last_step: StepResult | None = None
     last_published: Published | None = None
+    fresh_changed_fraction: float | None = None
+    """Share of codes that the newest version changed, if steps came before it and none has come after it."""
     arrived_version: int = -1
     """Newest version that HEAD names of those this lease published, and the size of its delta."""
     arrived_delta_bytes: int = 0
@@ -103,8 +107,8 @@ def take_lease(
     publisher.load_published(head)
     intake = _intake(handle, policy, grants, versions, facts, token)
     alarms = AlarmBook.of_run(config.alarms, store, head)
-    step_key, settled = facts.step_manifest_key, set(facts.settled)
-    return Lease(token, writer, publisher, intake, versions, alarms, head.version, facts.step, step_key, settled), head
+    watch, step_key, settled = EvalWatch(store, handle.run), facts.step_manifest_key, set(facts.settled)
+    return Lease(token, writer, publisher, intake, versions, alarms, watch, head.version, facts.step, step_key, settled), head
 
 
 def _present_head(writer: HeadWriter, request: AcquireRequest) -> Head | None:
