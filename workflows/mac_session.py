@@ -6,6 +6,7 @@ next sweep; a sweep that was lost or failed is redone under its number.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -55,7 +56,8 @@ class MacSessionWorkflow:
         self._state = first_session_progress(given)
         self._parts: list[EvalPart] = []
         self._ahead = workflow.patched(AHEAD_PATCH)
-        self._shelf = Shelf(self._ask, cancels=self._ahead)
+        self._shelf = Shelf(self._ask)
+        self._sweep: ActivityHandle[SweepResult] | None = None
         self._teller: asyncio.Task[None] | None = None
         self._shown: dict[str, str | int | float] = {}
         self._build = ""
@@ -71,6 +73,7 @@ class MacSessionWorkflow:
                 await self._turn()
         except asyncio.CancelledError:
             self._state = session_plan.ended(self._state, "cancelled in Temporal")
+            await self._let_go()
             await self._close()
             raise
         await self._close()
@@ -273,10 +276,11 @@ class MacSessionWorkflow:
         queue = names.mac_queue(given.run, given.host)
         what = f"evaluation {request.evaluation}, part {request.part}" if request.evaluation else f"sweep {request.sweep}"
         self._state = session_plan.on_start(self._state, workflow.time())
-        handle = forget(call(names.SWEEP, request, SweepResult, bounds, queue=queue, summary=what))
+        handle = forget(call(names.SWEEP, request, SweepResult, bounds, queue=queue, summary=what, wait_when_cancelled=self._ahead))
+        self._sweep = handle
         await self._fetch_until(lambda: handle.done() or self._state.state != "live", request.sweep)
         if not handle.done():
-            handle.cancel()
+            await self._let_go()
             return None
         try:
             result = await handle
@@ -285,6 +289,18 @@ class MacSessionWorkflow:
             return None
         self._state = session_plan.on_result(self._state, result, workflow.time())
         return result
+
+    async def _let_go(self) -> None:
+        """Cancel the sweep that is played. A Mac that is there hears it from us, before we are gone: else it would think
+        that it was lost, play on, and say hello.
+        """
+        handle = self._sweep
+        if handle is None or handle.done():
+            return
+        handle.cancel()
+        if self._ahead and self._state.state != "away":
+            with contextlib.suppress(TimeoutError):
+                await workflow.wait_condition(handle.done, timeout=timedelta(seconds=self._given.heartbeat_seconds))
 
     async def _fetch_until(self, is_over: Callable[[], bool], sweep: int) -> None:
         """Wait for the end of `sweep`, and meanwhile fetch the grants that follow it."""

@@ -1,7 +1,7 @@
 """The grants a session holds for its Mac, by sweep number, and the one that is on its way.
 
 Which number is wanted next, and how far ahead, is decided in `session_plan`. Asked again under its number a grant is the
-same, so nothing here needs to be carried anywhere.
+same, so nothing here needs to be carried anywhere, and a fetch that is let go is merely not awaited any more.
 """
 
 from collections.abc import Callable
@@ -39,10 +39,9 @@ class Fetched:
 class Shelf:
     """At most one fetch at a time."""
 
-    def __init__(self, ask: Callable[[int, float], ActivityHandle[Grant]], *, cancels: bool) -> None:
-        """`ask(sweep, wait_seconds)` begins to fetch. `cancels`: a fetch that is let go is also cancelled."""
+    def __init__(self, ask: Callable[[int, float], ActivityHandle[Grant]]) -> None:
+        """`ask(sweep, wait_seconds)` begins to fetch."""
         self._ask = ask
-        self._cancels = cancels
         self._fetch: Fetch | None = None
         self._held: dict[int, Grant] = {}
         self._dry: dict[int, int] = {}
@@ -63,7 +62,6 @@ class Shelf:
         """See to it that the grant of `sweep` is on its way; whatever else was is let go."""
         if self._fetch is not None and self._fetch.sweep == sweep:
             return
-        self._drop_fetch()
         self._fetch = Fetch(sweep, forget(self._ask(sweep, wait_seconds)), workflow.time())
 
     def prefetch(self, sweep: int, num_ahead: int) -> None:
@@ -120,13 +118,8 @@ class Shelf:
         self._held.clear()
         self._dry.clear()
         self._refused = False
-        self._drop_fetch()
+        self._fetch = None
 
     def drop(self, sweep: int) -> None:
         """Ask for one grant anew: what came with it may no longer hold."""
         self._held.pop(sweep, None)
-
-    def _drop_fetch(self) -> None:
-        if self._cancels and self._fetch is not None and not self._fetch.handle.done():
-            self._fetch.handle.cancel()
-        self._fetch = None

@@ -129,7 +129,7 @@ class FolderTrainer:
         while len(fresh) < GROUPS_A_STEP:
             if progress.cancelled or progress.stopping:
                 return StepResult("stopped", request.step, reason="asked to end")
-            progress.report(f"step {request.step}: {len(fresh)} groups")
+            progress.report(f"{len(fresh)} groups", key=self.step_key)
             fresh = [key for key in self.folder.keys("groups") if key not in self.consumed][:GROUPS_A_STEP]
             time.sleep(0.05)
         time.sleep(STEP_SECONDS)
@@ -176,7 +176,7 @@ class FolderMac:
                 if progress.cancelled:
                     return SweepResult("partial", request.sweep)
                 made += self.folder.create(key, {"question": question, "version": head["version"]})
-            progress.report(f"sweep {request.sweep} version {head['version']}: group {index}")
+            progress.report(f"group {index}", version=head["version"], key=key)
         return SweepResult("done", request.sweep, version=head["version"], num_groups=made, decode_seconds=made * GROUP_SECONDS)
 
     def _play(self, progress: Progress) -> None:

@@ -1,12 +1,15 @@
 """The commands of docs/guides/temporal-ui.md, run one after another on a live run, with what they promise."""
 
 import asyncio
+import json
 import re
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from temporalio.api.enums.v1 import PendingActivityState
+from temporalio.api.workflow.v1 import PendingActivityInfo
 from temporalio.client import Client
 
 from stoa.contracts import names
@@ -49,15 +52,26 @@ class Shell:
         return output
 
 
-async def pending(client: Client, workflow_id: str, seconds: float = 20) -> str:
-    """Id of the sweep that a session waits for."""
+async def pending(client: Client, workflow_id: str, kind: str, *, other_than: str = "", seconds: float = 30) -> PendingActivityInfo:
+    """The activity of a kind that a workflow waits for, once its first heartbeat has come."""
     for _ in range(int(seconds / 0.05)):
         description = await client.get_workflow_handle(workflow_id).describe()
         for one in description.raw_description.pending_activities:
-            if one.activity_type.name == names.SWEEP:
-                return one.activity_id
+            if one.activity_type.name == kind and one.activity_id != other_than and one.heartbeat_details.payloads:
+                return one
         await asyncio.sleep(0.05)
-    raise AssertionError("no sweep is pending")
+    raise AssertionError(f"no {kind} is pending")
+
+
+async def slow_sweep(client: Client, root: Path, workflow_id: str) -> str:
+    """Id of a sweep that lasts long enough to be dealt with by hand: one that began after sweeps became slow."""
+    before = await pending(client, workflow_id, names.SWEEP)
+    (root / "slow").touch()
+    return (await pending(client, workflow_id, names.SWEEP, other_than=before.activity_id)).activity_id
+
+
+def beat_of(found: PendingActivityInfo) -> dict[str, object]:
+    return json.loads(found.heartbeat_details.payloads[0].data)
 
 
 async def session_status(client: Client, workflow_id: str) -> SessionStatus:
@@ -70,6 +84,20 @@ async def until_more_sweeps(client: Client, workflow_id: str, num_sweeps: int, s
             return
         await asyncio.sleep(0.2)
     raise AssertionError(await session_status(client, workflow_id))
+
+
+async def until_idle(client: Client, folder: Folder, workflow_id: str, seconds: float = 30) -> None:
+    """Until a paused sweep's Mac has heard of it and stopped."""
+    for _ in range(int(seconds / 0.2)):
+        description = await client.get_workflow_handle(workflow_id).describe()
+        if all(
+            one.paused and one.state != PendingActivityState.PENDING_ACTIVITY_STATE_PAUSE_REQUESTED
+            for one in description.raw_description.pending_activities
+            if one.activity_type.name == names.SWEEP
+        ):
+            return
+        await asyncio.sleep(0.2)
+    raise AssertionError("the sweep still runs")
 
 
 async def test_commands_of_the_guide_do_what_it_says(client: Client, processes: Processes) -> None:  # noqa: F811
@@ -90,30 +118,44 @@ async def test_commands_of_the_guide_do_what_it_says(client: Client, processes: 
     assert f"run-{run}" not in listed
     assert "waiting_for" in await shell.next("temporal workflow query")
     assert mac in await shell.next("temporal workflow query")
+    assert "published_at" in await shell.next("temporal workflow query")
     assert "num_sweeps" in await shell.next("temporal workflow query")
     await shell.next("temporal workflow describe")
     await shell.next("temporal workflow describe")
+    step = beat_of(await pending(client, handle.id, names.TRAIN_STEP))
+    sweep = beat_of(await pending(client, mac, names.SWEEP))
+    assert step.keys() == sweep.keys() == {"version", "step", "sweep", "last_key", "progress"}
+    assert int(str(step["step"])) > 3 and int(str(step["version"])) >= 1 and step["progress"] and str(step["last_key"]).startswith("steps/")
+    assert int(str(sweep["sweep"])) >= 1 and sweep["progress"] and str(sweep["last_key"]).startswith("groups/")
 
     assert "paused" in await shell.next("temporal workflow update execute")
     await until(handle, lambda _: folder.read_head()["state"] == "paused")
     await shell.next("temporal workflow update execute")
     await until(handle, lambda _: folder.read_head()["state"] == "running")
 
-    (processes.root / "slow").touch()  # else a sweep would end before its Mac has heard of a pause
-    await until_more_sweeps(client, mac, (await session_status(client, mac)).num_sweeps)
-    sweep = await pending(client, mac)
-    await shell.next("temporal activity pause", ACTIVITY_ID=sweep)
-    await asyncio.sleep(4)
+    other = names.session_workflow_id(run, "mac-2")
+    assert "num_quarantined:1" in await shell.next("temporal workflow update execute")
+    while (await session_status(client, other)).state != "quarantined":
+        await asyncio.sleep(0.1)
+    await shell.next("temporal workflow update execute")
+    await until_more_sweeps(client, other, (await session_status(client, other)).num_sweeps)
+
+    held = await slow_sweep(client, processes.root, mac)
+    await shell.next("temporal activity pause", ACTIVITY_ID=held)
+    await until_idle(client, folder, mac)
     (processes.root / "slow").unlink()
-    held = (await session_status(client, mac)).num_sweeps
+    before_pause = (await session_status(client, mac)).num_sweeps
     shipped = [key for key in folder.keys("groups") if "mac-1" in key]
     await asyncio.sleep(3)
-    assert (await session_status(client, mac)).num_sweeps == held
+    assert (await session_status(client, mac)).num_sweeps == before_pause
     assert [key for key in folder.keys("groups") if "mac-1" in key] == shipped
-    await shell.next("temporal activity unpause", ACTIVITY_ID=sweep)
-    await until_more_sweeps(client, mac, held)
-    await shell.next("temporal activity reset", ACTIVITY_ID=await pending(client, mac))
-    await until_more_sweeps(client, mac, held + 1)
+    await shell.next("temporal activity unpause", ACTIVITY_ID=held)
+    await until_more_sweeps(client, mac, before_pause)
+    held = await slow_sweep(client, processes.root, mac)
+    now = (await session_status(client, mac)).num_sweeps
+    await shell.next("temporal activity reset", ACTIVITY_ID=held)
+    (processes.root / "slow").unlink()
+    await until_more_sweeps(client, mac, now)
 
     before = await handle.query(names.STATUS_QUERY, result_type=RunStatus)
     assert "Resetting workflow" in await shell.next("temporal workflow reset")

@@ -5,20 +5,42 @@ import uuid
 from dataclasses import dataclass
 
 import pytest
-from temporalio.client import Client, WorkflowFailureError
+from temporalio.client import Client, WorkflowFailureError, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 
 from activities.connection import make_worker
 from stoa.contracts import names
 from stoa.contracts.evaluation_messages import EvaluationInput, EvaluationResult
-from stoa.contracts.fleet_messages import Hello, SessionInput, SweepRequest, SweepResult
-from stoa.contracts.messages import StopConditions
+from stoa.contracts.fleet_messages import (
+    Census,
+    FleetEvent,
+    FleetPage,
+    FleetQuery,
+    Hello,
+    SessionInput,
+    Standing,
+    StandingQuery,
+    SweepRequest,
+    SweepResult,
+)
+from stoa.contracts.messages import (
+    AnchorCadence,
+    Ask,
+    MacAsk,
+    RunStatus,
+    StepRequest,
+    StepResult,
+    StopConditions,
+    VersionsPage,
+    VersionsQuery,
+)
 from tests.workflows.test_mac_session import given, only, session, stop
 from tests.workflows.test_mac_session import until as until_session
 from tests.workflows.test_run_workflow import rules, running, until
 from tests.workflows.world import World
 from workflows.evaluation import EvaluationWorkflow
 from workflows.mac_session import MacSessionWorkflow
+from workflows.run import RunWorkflow
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -48,6 +70,99 @@ async def test_cancelled_workflow_ends_in_good_order(client: Client) -> None:
         result = await handle.result()
     assert result.end_reason == "cancelled in Temporal"
     assert world.head_states[-1] == "stopped"
+
+
+async def test_signals_and_updates_that_come_while_the_run_continues_as_new_are_not_lost(client: Client) -> None:
+    world = World(client, step_seconds=0.02)
+    given = rules(stop=StopConditions(), continue_after_events=60, census_seconds=1e9)
+    hosts = [f"mac-{number:03d}" for number in range(150)]
+    async with running(Env(client), given, world) as handle:
+        newest = client.get_workflow_handle_for(RunWorkflow.run, handle.id)
+        for number, host in enumerate(hosts):
+            await newest.signal(names.FLEET_EVENT, FleetEvent(given.run, host, "s", "joined", number))
+            if number % 25 == 10:
+                await newest.execute_update(names.QUARANTINE, MacAsk(host, "test"), result_type=RunStatus)
+            await asyncio.sleep(0.02)
+        await until(newest, lambda status: status.num_macs == len(hosts))
+        pages = [await newest.query(names.FLEET_QUERY, FleetQuery(limit=40), result_type=FleetPage)]
+        while pages[-1].next_host:
+            pages.append(await newest.query(names.FLEET_QUERY, FleetQuery(pages[-1].next_host, 40), result_type=FleetPage))
+        members = [member for page in pages for member in page.members]
+        chain = await num_runs(client, handle.id)
+        await newest.execute_update(names.STOP, Ask("enough"), result_type=RunStatus)
+        result = await newest.result()
+    assert [(member.host, member.sweep) for member in members] == [(host, number) for number, host in enumerate(hosts)]
+    quarantined = [f"mac-{number:03d}" for number in (10, 35, 60, 85, 110, 135)]
+    assert [member.host for member in members if member.state == "quarantined"] == quarantined
+    assert sorted({standing.host for standing in world.told}) == quarantined
+    assert chain >= 4
+    assert [step for _, step in world.trained] == list(range(1, result.step + 1))
+    assert len(world.acquisitions) == 1
+
+
+async def num_runs(client: Client, workflow_id: str) -> int:
+    """Runs of one workflow so far, each the continuation of the one before."""
+    found = 0
+    for _ in range(50):  # what can be listed is a moment behind
+        listed = [one.run_id async for one in client.list_workflows(f"WorkflowId = '{workflow_id}'")]
+        if len(listed) == found > 1:
+            break
+        found = len(listed)
+        await asyncio.sleep(0.2)
+    return found
+
+
+async def test_run_refuses_what_changes_nothing_and_shows_its_versions(client: Client) -> None:
+    world = World(client, step_gate=asyncio.Event())
+    async with running(Env(client), rules(stop=StopConditions(max_steps=12)), world) as handle:
+        await until(handle, lambda s: "step 1" in s.waiting_for)
+        status = await handle.execute_update(names.SET_ANCHOR_CADENCE, AnchorCadence(2), result_type=RunStatus)
+        assert status.anchor_every_versions == 2
+        for update, argument, words in (
+            (names.SET_ANCHOR_CADENCE, AnchorCadence(0), "must be 1 to"),
+            (names.RELEASE, MacAsk("mac-1"), "mac-1 is neither quarantined nor drained"),
+            (names.QUARANTINE, MacAsk("No Name"), "is no name of a Mac"),
+            (names.RESUME, Ask(), "is not paused"),
+        ):
+            with pytest.raises(WorkflowUpdateFailedError) as caught:
+                await handle.execute_update(update, argument, result_type=RunStatus)
+            assert words in str(caught.value.cause)
+        await handle.execute_update(names.DRAIN_MAC, MacAsk("mac-1", "thanks"), result_type=RunStatus)
+        with pytest.raises(WorkflowUpdateFailedError):
+            await handle.execute_update(names.DRAIN_MAC, MacAsk("mac-1"), result_type=RunStatus)
+        assert (await handle.execute_update(names.QUARANTINE, MacAsk("mac-1", "lies"), result_type=RunStatus)).num_quarantined == 1
+        standing = await handle.query(names.STANDING_QUERY, StandingQuery("mac-1"), result_type=Standing)
+        assert (standing.state, standing.reason) == ("quarantined", "lies")
+        world.step_gate.set()
+        result = await handle.result()
+        page = await handle.query(names.VERSIONS_QUERY, VersionsQuery(limit=2), result_type=VersionsPage)
+        last = await handle.query(names.VERSIONS_QUERY, VersionsQuery(page.next_version), result_type=VersionsPage)
+    assert [(row.version, row.step) for row in (*page.versions, *last.versions)] == [(0, 0), (1, 4), (2, 8), (3, 12)]
+    assert (page.num_versions, last.next_version, result.version) == (4, -1, 3)
+    assert [published[2] for published in world.published] == [False, True, True]  # every second, and the last
+    assert [standing.state for standing in world.told] == ["drained", "quarantined"]
+    assert ("mac-1",) in [request.quarantined for request in world.steps]
+
+
+async def test_drained_run_uses_up_what_is_on_the_way_and_ends(client: Client) -> None:
+    world = World(client)
+    left = [3]
+
+    def starve(request: StepRequest) -> StepResult | None:
+        if not left[0]:
+            return StepResult("starved", request.step, wait_seconds=request.wait_seconds, reason="few", num_missing=8)
+        left[0] -= 1
+        return None
+
+    world.on_step = starve
+    world.on_census = lambda request: Census((), 0, "", num_groups_running=0, num_groups_waiting=3)
+    given = rules(stop=StopConditions(), groups_per_step=8)
+    async with running(Env(client), given, world) as handle:
+        status = await handle.execute_update(names.DRAIN, Ask("enough"), result_type=RunStatus)
+        assert status.state == "draining"
+        result = await handle.result()
+    assert (result.step, result.end_reason) == (3, "drained: 3 groups were left")
+    assert world.head_states == ["draining", "stopped"]
 
 
 async def test_memory_of_a_session_survives_continue_as_new(client: Client) -> None:

@@ -71,6 +71,7 @@ class World:
     step: int = 0
     saved_step: int = 0
     trained: list[tuple[int, int]] = field(default_factory=list)  # (token, step)
+    steps: list[StepRequest] = field(default_factory=list)
     published: list[tuple[int, int, bool, bool]] = field(default_factory=list)  # (version, step, anchor, checkpoint)
     acquisitions: list[AcquireRequest] = field(default_factory=list)
     evaluations: list[EvaluationStart] = field(default_factory=list)
@@ -115,6 +116,7 @@ class World:
 
     @activity.defn(name=names.TRAIN_STEP)
     async def train_step(self, request: StepRequest) -> StepResult:
+        self.steps.append(request)
         if self.step_gate is not None and not self.step_gate.is_set():
             try:
                 while not self.step_gate.is_set():
