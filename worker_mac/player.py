@@ -18,7 +18,7 @@ from stoa.weights.layout import Layout
 from worker_mac.decoder import Decoder
 from worker_mac.guest import Guest
 from worker_mac.holds import wired, wired_bytes
-from worker_mac.memory import MemoryPlan, Play, model_bytes, plan_memory
+from worker_mac.memory import CACHE_BYTES, MemoryPlan, Play, model_bytes, plan_memory
 from worker_mac.model import Model
 from worker_mac.model_config import ModelConfig
 from worker_mac.pace import MOST_TOKENS, Pace
@@ -60,9 +60,7 @@ class Player:
         self._said = ""
         self._pool: tuple[Model, Pages, Decoder] | None = None
         """Kept from sweep to sweep: the next one takes no other memory."""
-        memory_bytes = self._memory_bytes()
-        if memory_bytes is not None:
-            mx.set_memory_limit(memory_bytes)
+        bound_memory(self._memory_bytes())
 
     @property
     def groups(self) -> int:
@@ -184,3 +182,10 @@ class Player:
         decoder = Decoder(model, pages.num_pages, num_slots, record_routing=record_routing, sampling=sampling)
         self._pool = model, pages, decoder
         return decoder
+
+
+def bound_memory(memory_bytes: int | None) -> None:
+    """What MLX keeps of freed buffers, and takes in all, where that is known: its own bounds fill a Mac's memory."""
+    mx.set_cache_limit(CACHE_BYTES)
+    if memory_bytes is not None:
+        mx.set_memory_limit(memory_bytes)
