@@ -114,7 +114,10 @@ class MacEngine:
         self._run, self._host, self._folder, self._waits = document.run, host, folder, waits
         model_config = json.loads((model_folder / "config.json").read_text("utf-8"))
         self._guest = guest or Guest()
-        self._versions = Versions(store, document, model_config, folder / "weights", cache_bytes=self._guest.allowed.cache_bytes)
+        allowed = self._guest.allowed
+        self._versions = Versions(
+            store, document, model_config, folder / "weights", cache_bytes=allowed.cache_bytes, plain_ops=allowed.plain_ops
+        )
         self._player = Player(
             environment, self._config.rollout, self._versions.layout, read_model_config(model_config), self._guest,
             folder=folder, state_folder=state_folder or folder,

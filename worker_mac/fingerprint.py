@@ -7,6 +7,7 @@ their fingerprints do. Who acts on it is `selftest.py` and the trainer.
 """
 
 import hashlib
+from collections.abc import Collection
 from importlib import metadata
 from typing import Final
 
@@ -74,9 +75,9 @@ def fixed_state() -> WeightState:
     return WeightState(layout, arrays)
 
 
-def fixed_model() -> Model:
-    """The fixed model in MLX's memory."""
-    return Model(read_model_config(CONFIG), LiveWeights.of(fixed_state()).arrays)
+def fixed_model(plain_ops: Collection[str] = ()) -> Model:
+    """The fixed model in MLX's memory. `plain_ops`: parts that no Metal kernel is to compute."""
+    return Model(read_model_config(CONFIG), LiveWeights.of(fixed_state()).arrays, without_kernels=plain_ops)
 
 
 def logprobs(model: Model) -> NDArray[np.float32]:

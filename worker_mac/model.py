@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal.attention import Groups, group_rows
-from metal.check import Dims
+from metal.check import Dims, Verdict
 from metal.ops import Ops, choose_ops
 from metal.reference import Int8, linear, silu
 from metal.router import RouterRule
@@ -197,6 +197,11 @@ class Model:
     def ops(self) -> str:
         """What computes, for a fingerprint: "plain" if only MLX's own ops do, else "metal" and which parts if not all."""
         return self._ops.name
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """What became of each kernel on this machine."""
+        return self._ops.verdicts
 
     @property
     def group_rows(self) -> int:

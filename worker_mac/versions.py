@@ -8,7 +8,7 @@ same memory, from disk and bucket. What is in a delta is `stoa.weights`'s busine
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +60,17 @@ class Versions:
     """Weights of one run on this Mac. All but `run_state` is for the engine's thread only."""
 
     def __init__(
-        self, store: Store, document: RunDocument, model_config: Mapping[str, object], folder: Path, *, cache_bytes: int = MAX_BYTES
+        self,
+        store: Store,
+        document: RunDocument,
+        model_config: Mapping[str, object],
+        folder: Path,
+        *,
+        cache_bytes: int = MAX_BYTES,
+        plain_ops: Collection[str] = (),
     ) -> None:
+        """`plain_ops`: parts of the model that no Metal kernel is to compute."""
+        self._plain_ops = plain_ops
         self._config = read_model_config(model_config)
         self._puller = Puller(store, document, folder, cache_bytes=cache_bytes)
         self._served: Served | None = None
@@ -209,7 +218,7 @@ class Versions:
     def _new_memory(self) -> tuple[LiveWeights, Model]:
         """Memory for one set of weights, and the model that reads it."""
         live = LiveWeights(self._puller.layout)
-        return live, Model(self._config, live.arrays)
+        return live, Model(self._config, live.arrays, without_kernels=self._plain_ops)
 
     def _check(self, model: Model) -> None:
         check_batching(model)
@@ -233,7 +242,7 @@ class Versions:
         """The one place for live weights, made at the first call: a Mac downloads while it makes room for 9 GB."""
         if self._memory is None:
             live = LiveWeights(self._puller.layout)
-            self._memory = live, Model(self._config, live.arrays)
+            self._memory = live, Model(self._config, live.arrays, without_kernels=self._plain_ops)
         return self._memory
 
     def _advance(self, served: Served, head: Head, started: float) -> tuple[Served, Pulled]:

@@ -313,6 +313,7 @@ class _Worker:
 
     def _make_engine(self, document: RunDocument) -> "MacEngine":
         from worker_mac.engine import MacEngine, Waits  # noqa: PLC0415 - MLX is loaded once it is known to be there
+        from worker_mac.fingerprint import fixed_model  # noqa: PLC0415
         from worker_mac.selftest import require  # noqa: PLC0415
         from worker_mac.selftest import run as run_selftest  # noqa: PLC0415
 
@@ -325,7 +326,7 @@ class _Worker:
         environment = registry.create(document.config.environment.name, document.config.environment.settings, tokenizer)
         make, fingerprint = self._make, ""
         if make is None:
-            verdict = run_selftest()
+            verdict = run_selftest(lambda: fixed_model(self._guest.allowed.plain_ops))
             make, fingerprint = MacEngine, require(verdict)
             _log.info("selftest_passed", fingerprint=fingerprint, difference=verdict.difference, device=verdict.device)
         return make(

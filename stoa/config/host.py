@@ -5,9 +5,9 @@ a machine's settings and no run's: they are never put into the bucket.
 """
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, cast
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from stoa.config.run import Section, not_above
@@ -22,9 +22,16 @@ def _hours(text: str) -> str:
     return text
 
 
+def _frozen(value: object) -> object:
+    """A list of TOML as a tuple, which settings hold."""
+    return tuple(cast(list[object], value)) if isinstance(value, list) else value
+
+
 Hours = Annotated[str, AfterValidator(_hours)]
 Count = Annotated[int, Field(ge=0, le=1 << 50)]
 Percent = Annotated[float, Field(ge=0.0, le=100.0)]
+Part = Literal["experts", "head", "attention", "router", "prefix", "conv"]
+"""A part of the model that a Metal kernel may compute."""
 
 
 class MacHost(Section):
@@ -64,6 +71,9 @@ class MacHost(Section):
     """After a pause of this long the weights leave memory; they come back from disk. 0 keeps them."""
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     """Share of the memory that the system recommends for its GPU which weights and caches may take."""
+
+    plain_ops: Annotated[tuple[Part, ...], BeforeValidator(_frozen), Field(max_length=6)] = ()
+    """Parts of the model that MLX's own operations compute even where a kernel of ours agrees with them."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

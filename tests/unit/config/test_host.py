@@ -35,6 +35,15 @@ def test_a_wrong_choice_names_the_nearest(tmp_path: Path) -> None:
     assert error.hint == "did you mean gentle?"
 
 
+def test_parts_without_a_kernel_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "mac.toml"
+    path.write_text('plain_ops = ["head", "experts"]\n')
+    assert load_mac_host(path).plain_ops == ("head", "experts")
+    error = refused(tmp_path, 'plain_ops = ["head", "expert"]\n')
+    assert "plain_ops.1 = 'expert': " in error.message
+    assert error.hint == "did you mean experts?"
+
+
 @pytest.mark.parametrize("text", ["25:00-07:00", "22-7", "22:00-07:60", "always"])
 def test_hours_that_are_no_times_are_refused(tmp_path: Path, text: str) -> None:
     assert "22:00-07:30" in refused(tmp_path, f'hours = "{text}"\n').message

@@ -2,16 +2,19 @@
 a key/value head, in fp32. The same tokens are drawn; logprobs differ by rounding (within 2e-5 nats, stated here).
 """
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from metal.check import KERNELS
-from metal.ops import Ops, verdicts
+from metal.ops import SWITCHED_OFF, Ops, verdicts
+from stoa.config.host import Part
 from stoa.rollouts.records import Episode
 from tests.metal_emulator.emulator import Emulator, can_emulate
 from tests.unit.worker_mac.policies import model_of, random_state
 from tests.unit.worker_mac.tasks import Dialogue, Fixed, play
-from worker_mac.fingerprint import CONFIG
+from worker_mac.fingerprint import CONFIG, fixed_model
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
 from worker_mac.sampler import seed_of
@@ -75,6 +78,13 @@ def test_kernels_draw_the_tokens_of_plain_ops(emulated: Launches, together: list
         "head_partial", "head_pick",
     )  # fmt: skip
     assert set(emulated.names) == {f"stoa_{body}" for body in bodies}
+
+
+def test_the_owners_switch_names_every_part_and_is_obeyed() -> None:
+    assert get_args(Part) == KERNELS
+    model = fixed_model(("experts", "conv"))
+    reasons = {one.kernel: one.reason for one in model.verdicts}
+    assert [kernel for kernel in KERNELS if reasons[kernel] == SWITCHED_OFF] == ["experts", "conv"]
 
 
 def test_an_episode_alone_has_the_bits_it_has_in_a_group_and_among_others(emulated: Launches, together: list[Episode]) -> None:
