@@ -16,6 +16,7 @@ with workflow.unsafe.imports_passed_through():
     from stoa.contracts.evaluation_messages import (
         EvalPart,
         EvalPartDone,
+        EvalPlayers,
         EvaluationInput,
         EvaluationResult,
         HeldOutPart,
@@ -172,5 +173,10 @@ class EvaluationWorkflow:
 
     @workflow.query(name=names.STATUS_QUERY)
     def status(self) -> parts.Deal:
-        """Which parts are open, played and done."""
-        return self._deal
+        """How many parts there are, and which are played and done: of long lists the newest."""
+        return parts.newest(self._deal)
+
+    @workflow.query(name=names.PLAYERS_QUERY)
+    def players(self) -> EvalPlayers:
+        """What each Mac has done, in questions an hour and tokens/s."""
+        return EvalPlayers(parts.players(self._deal))

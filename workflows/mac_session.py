@@ -317,6 +317,13 @@ class MacSessionWorkflow:
         ok = result is not None and result.status == "done"
         keys = result.keys if result is not None and ok else ()
         answer = EvalPartDone(part.part, self._given.host, ok, keys, "" if ok else reason or "not finished")
+        if result is not None and ok:
+            answer = replace(
+                answer,
+                num_episodes=result.num_episodes,
+                num_sampled_tokens=result.num_sampled_tokens,
+                decode_seconds=result.decode_seconds,
+            )
         workflow_id = names.evaluation_workflow_id(part.run, part.evaluation)
         try:
             await workflow.get_external_workflow_handle(workflow_id).signal(names.EVAL_PART, answer)

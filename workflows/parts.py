@@ -6,7 +6,7 @@ A part is counted once, however many Macs answer it; one whose Mac failed or fel
 from dataclasses import dataclass, replace
 from typing import Final
 
-from stoa.contracts.evaluation_messages import EvalPartDone
+from stoa.contracts.evaluation_messages import EvalPartDone, EvalPlayer
 
 FAULT_COOL_SECONDS: Final = 5.0
 """Times the number of its faults: how long a Mac that failed is passed over."""
@@ -34,12 +34,13 @@ class Faults:
 
 @dataclass(frozen=True)
 class Deal:
-    """The state of an evaluation's parts."""
+    """The state of an evaluation's parts. `seconds` are those of each answer in `done`, from being handed to it."""
 
     num_parts: int
     handed: tuple[Handed, ...] = ()
     done: tuple[EvalPartDone, ...] = ()
     faults: tuple[Faults, ...] = ()
+    seconds: tuple[float, ...] = ()
 
     @property
     def is_done(self) -> bool:
@@ -91,7 +92,13 @@ def on_answer(deal: Deal, answer: EvalPartDone, now: float) -> Deal:
     if answer.part not in range(deal.num_parts) or any(one.part == answer.part for one in deal.done):
         return deal
     if answer.ok:
-        return replace(deal, done=(*deal.done, answer), handed=tuple(one for one in deal.handed if one.part != answer.part))
+        at = next((one.at for one in deal.handed if (one.part, one.host) == (answer.part, answer.host)), now)
+        return replace(
+            deal,
+            done=(*deal.done, answer),
+            handed=tuple(one for one in deal.handed if one.part != answer.part),
+            seconds=(*deal.seconds, now - at),
+        )
     failed = next((one for one in deal.handed if (one.part, one.host) == (answer.part, answer.host)), None)
     return deal if failed is None else _fault(deal, failed, now)
 
@@ -111,4 +118,32 @@ def _fault(deal: Deal, failed: Handed, now: float) -> Deal:
         deal,
         handed=tuple(one for one in deal.handed if one != failed),
         faults=(*others, Faults(failed.host, known.num_faults + 1, now, failed.part)),
+    )
+
+
+def newest(deal: Deal, limit: int = 40) -> Deal:
+    """The deal with no more of each list than one message carries."""
+    return replace(deal, handed=deal.handed[-limit:], done=deal.done[-limit:], faults=deal.faults[-limit:], seconds=deal.seconds[-limit:])
+
+
+def players(deal: Deal, limit: int = 50) -> tuple[EvalPlayer, ...]:
+    """What each Mac did, those that did most first. Parts go to whoever is idle, so that faster Macs play more of them."""
+    found: dict[str, list[tuple[EvalPartDone, float]]] = {}
+    for answer, seconds in zip(deal.done, deal.seconds, strict=False):
+        found.setdefault(answer.host, []).append((answer, seconds))
+    rows = [_player(host, answers) for host, answers in found.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.num_questions, row.host))[:limit])
+
+
+def _player(host: str, answers: list[tuple[EvalPartDone, float]]) -> EvalPlayer:
+    num_questions = sum(answer.num_episodes for answer, _ in answers)
+    hours = sum(seconds for _, seconds in answers) / 3600.0
+    decode_seconds = sum(answer.decode_seconds for answer, _ in answers)
+    tokens = sum(answer.num_sampled_tokens for answer, _ in answers)
+    return EvalPlayer(
+        host,
+        len(answers),
+        num_questions,
+        round(num_questions / hours, 1) if hours else 0.0,
+        round(tokens / decode_seconds, 1) if decode_seconds else 0.0,
     )

@@ -62,6 +62,28 @@ class EvalPartDone:
     ok: bool
     keys: tuple[str, ...] = ()
     reason: str = ""
+    num_episodes: int = 0
+    num_sampled_tokens: int = 0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class EvalPlayer:
+    """What one Mac did for an evaluation. Its hours are those from being handed a part to its answer."""
+
+    host: str
+    num_parts: int
+    num_questions: int
+    questions_an_hour: float
+    tokens_per_second: float
+    """While decoding."""
+
+
+@dataclass(frozen=True)
+class EvalPlayers:
+    """Answer of EvaluationWorkflow's players query: the Macs that did most come first, at most fifty."""
+
+    players: tuple[EvalPlayer, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ async def test_part_of_an_evaluation_runs_while_there_is_no_room_for_training(sk
         await handle.signal(names.EVAL_SWEEP, EvalPart(start.run, "v4-every", 4, 2, ("held-0", "held-1")))
         (answer,) = await answers.result()
         await stop(handle)
-    assert answer == EvalPartDone(2, "mac-1", ok=True, keys=("evals/v4-every/2-mac-1",))
+    assert answer == EvalPartDone(2, "mac-1", ok=True, keys=("evals/v4-every/2-mac-1",), num_episodes=2)
     (request,) = world.swept
     assert (request.purpose, request.version, request.question_ids, request.group_size) == ("eval", 4, ("held-0", "held-1"), 1)
 

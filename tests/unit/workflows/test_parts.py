@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoa.contracts.evaluation_messages import EvalPartDone
-from workflows.parts import Deal, Handed, expire, hand, next_handings, on_answer
+from activities.connection import DATA_CONVERTER
+from stoa.contracts.evaluation_messages import EvalPartDone, EvalPlayer
+from workflows.parts import Deal, Handed, expire, hand, newest, next_handings, on_answer, players
 
 
 def good(part: int, host: str) -> EvalPartDone:
@@ -78,3 +79,21 @@ def test_every_part_is_counted_exactly_once_whatever_is_answered(answers: list[t
             deal = on_answer(deal, good(one.part, one.host), now)
     assert deal.is_done
     assert [key.split("-")[0] for key in deal.keys] == ["0", "1", "2", "3", "4"]
+
+
+def test_players_are_told_with_their_questions_an_hour_and_tokens_a_second() -> None:
+    deal = hand(Deal(3), (Handed(0, "slow", 100.0), Handed(1, "fast", 100.0)))
+    deal = on_answer(deal, EvalPartDone(1, "fast", True, ("k1",), "", 64, 3000, 10.0), 120.0)
+    deal = hand(deal, (Handed(2, "fast", 120.0),))
+    deal = on_answer(deal, EvalPartDone(2, "fast", True, ("k2",), "", 56, 3000, 10.0), 160.0)
+    deal = on_answer(deal, EvalPartDone(0, "slow", True, ("k0",), "", 64, 3000, 80.0), 196.0)
+    # 120 questions in 60 s are 7200 an hour; 64 in 96 s are 2400.
+    assert players(deal) == (EvalPlayer("fast", 2, 120, 7200.0, 300.0), EvalPlayer("slow", 1, 64, 2400.0, 37.5))
+
+
+def test_deal_of_hundreds_of_parts_fits_a_message() -> None:
+    deal = hand(Deal(400), tuple(Handed(part, "h" * 48, 1e9) for part in range(400)))
+    for part in range(300):
+        deal = on_answer(deal, EvalPartDone(part, "h" * 48, True, ("k" * 110,), "", 64, 10**6, 1234.5), 1e9 + part)
+    DATA_CONVERTER.payload_converter.to_payloads([newest(deal)])  # raises above 16 KiB
+    assert newest(deal).num_parts == 400
