@@ -116,6 +116,17 @@ def token_metrics(tokens: Tokens, gate: Gate) -> dict[str, float]:
     return metrics
 
 
+def host_metrics(tokens: Tokens, gate: Gate) -> dict[str, float]:
+    """What one host's tokens say of it: fields of `HostCounts`."""
+    far = mismatch(tokens)
+    keep = gate_reference.keep_mask(tokens.log_pi, tokens.log_mu, tokens.advantages, gate)
+    return {
+        "mismatch_mean": float(far.mean()),
+        "mismatch_p99": float(np.quantile(far, 0.99)),
+        "gate_drop_rate": _share(~keep, tokens.advantages != 0),
+    }
+
+
 def place_metrics(tokens: Tokens, gate: Gate, lengths: Sequence[int], lags: Sequence[int]) -> dict[str, float]:
     """Where in its episode, in which episodes and at which lag tokens differ from the sampler.
 

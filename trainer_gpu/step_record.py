@@ -6,7 +6,7 @@ from stoa.bucket.steps import STEP_FORMAT, HostCounts, StepManifest
 from stoa.config.run import Learning
 from trainer_gpu.intake import Taken
 from trainer_gpu.lease import Lease
-from trainer_gpu.metrics import mismatch
+from trainer_gpu.metrics import host_metrics
 from trainer_gpu.step import StepOutcome
 
 
@@ -14,10 +14,9 @@ def manifest_of(
     lease: Lease, run: str, step: int, taken: Taken, outcome: StepOutcome, learning: Learning, *, started: float, train_seconds: float
 ) -> StepManifest:
     """The manifest of `step`, which `lease` has just taken on `taken`. `started` is Unix seconds."""
-    far = {name: float(mismatch(tokens).mean()) for name, tokens in outcome.tokens_of_host.items()}
-    hosts = {name: replace(counts, mismatch_mean=far.get(name, 0.0)) for name, counts in taken.hosts.items()}
-    for name in far.keys() - hosts.keys():
-        hosts[name] = HostCounts(mismatch_mean=far[name])
+    hosts = dict(taken.hosts)
+    for name, tokens in outcome.tokens_of_host.items():
+        hosts[name] = replace(hosts.get(name, HostCounts()), **host_metrics(tokens, learning.gate))
     facts = {"gate_mode": learning.gate.mode, "anchor_source": "sampler", "dtype": learning.dtype}
     return StepManifest(
         STEP_FORMAT,

@@ -59,6 +59,10 @@ class HostCounts:
     idle_seconds: float = 0.0
     mismatch_mean: float = 0.0
     """Mean |pi - mu| over the tokens of this host that the step trained on."""
+    mismatch_p99: float = 0.0
+    """Its 99th percentile."""
+    gate_drop_rate: float = 0.0
+    """Share of this host's tokens with an advantage that the gate dropped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from stoa.rollouts.records import Group
 from stoa.telemetry.metrics import find
 from tests.unit.trainer_gpu.player import POLICY, group_of, play, search
 from trainer_gpu.convert import load_hub
-from trainer_gpu.metrics import Tokens, place_metrics
+from trainer_gpu.metrics import Tokens, host_metrics, place_metrics
 from trainer_gpu.model import build_model, read_model_config, recorded_routing, token_logprobs_packed
 from trainer_gpu.parallel import Trainable, build_optimizer
 from trainer_gpu.rows import share
@@ -115,6 +115,12 @@ def test_where_tokens_differ_is_told_by_episode_by_place_and_by_lag() -> None:
     quarters = [found[f"mismatch_quarter_{n}"] for n in (1, 2, 3, 4)]
     assert quarters == pytest.approx([0.2, 0.0, 0.2, 0.1]), "two tokens are the first and the third quarter"
     assert (found["gate_drop_rate_lag_0"], found["gate_drop_rate_lag_3"]) == (0.0, 1.0)
+
+
+def test_host_is_told_by_its_own_tokens() -> None:
+    mu, pi = np.array([0.5, 0.5, 0.5, 0.5]), np.array([0.5, 0.6, 0.9, 0.9])
+    found = host_metrics(Tokens(np.log(pi), np.log(mu), np.array([1.0, 1.0, 1.0, 0.0]), np.zeros(4)), LEARNING.gate)
+    assert found == pytest.approx({"mismatch_mean": 0.225, "mismatch_p99": 0.4, "gate_drop_rate": 1 / 3})
 
 
 def test_step_says_how_many_episodes_are_missing_and_how_far_weights_moved(groups: list[Group]) -> None:
