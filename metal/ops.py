@@ -2,14 +2,9 @@
 
 A model asks `Ops` and does not know which it gets. The choice is made once a process, by `choose_ops`; what came of each
 kernel stays readable as a `Verdict`.
-
-    python -m metal.ops      prints the verdicts of this machine as JSON
 """
 
-import json
-import sys
 from collections.abc import Callable, Collection
-from dataclasses import asdict
 from functools import cache
 
 import mlx.core as mx
@@ -27,9 +22,6 @@ from metal.router import RouterKernel, RouterRule, Routing, route_plain
 NO_METAL = "no Metal back end"
 SWITCHED_OFF = "switched off"
 _log = structlog.get_logger(__name__)
-
-LFM25 = Dims(2048, 1792, 32, 4, 32, 8, 64, 3, mx.bfloat16, mx.bfloat16)
-"""LFM2.5-8B-A1B, for a check without a model."""
 
 
 class Ops:
@@ -111,7 +103,7 @@ def _on_this_machine(dims: Dims, without: frozenset[str]) -> tuple[Verdict, ...]
 
 
 def verdicts(
-    dims: Dims = LFM25,
+    dims: Dims,
     *,
     without: Collection[str] = (),
     launcher: Launcher = launch_on_metal,
@@ -132,13 +124,3 @@ def verdicts(
             report = _log.info if found[-1].uses_kernel else _log.warning
             report("kernel_checked", kernel=kernel, used=found[-1].uses_kernel, reason=found[-1].reason, seconds=found[-1].seconds)
     return tuple(found)
-
-
-def main() -> int:
-    """Print what becomes of each kernel for LFM2.5, as JSON; for `stoa doctor`, in a process of its own."""
-    sys.stdout.write(json.dumps([asdict(verdict) for verdict in verdicts()]) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

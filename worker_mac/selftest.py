@@ -14,6 +14,7 @@ from typing import Final
 
 import mlx.core as mx
 
+from metal.check import Verdict as KernelVerdict
 from stoa.contracts.errors import WeightsError
 from worker_mac import fingerprint
 from worker_mac.ending import leave
@@ -43,6 +44,8 @@ class Verdict:
     """Largest distance of a logprob of the fixed model from exact arithmetic, in nats."""
     device: str = ""
     memory_bytes: int = 0
+    kernels: tuple[KernelVerdict, ...] = ()
+    """What became of each Metal kernel; one that disagrees is no fault, plain operations take its place."""
 
     @property
     def fault(self) -> str:
@@ -71,6 +74,7 @@ def run(make: Callable[[], Model] = fingerprint.fixed_model) -> Verdict:
         far,
         device,
         memory_bytes,
+        model.verdicts,
     )
 
 

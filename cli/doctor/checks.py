@@ -26,6 +26,7 @@ ALL: Final[tuple[tuple[str, Check], ...]] = (
     (machine.POWER, machine.check_power),
     (machine.PROGRAMS, machine.check_programs),
     (model.SELF_TEST, model.check_self_test),
+    (model.KERNELS, model.check_kernels),
     (model.TEMPLATE, model.check_template),
     (servers.TEMPORAL, servers.check_temporal),
     (bucket.BUCKET, bucket.check_bucket),

@@ -27,6 +27,7 @@ from worker_mac.model_config import read_model_config
 
 MODEL: Final = "model"
 SELF_TEST: Final = "self-test"
+KERNELS: Final = "kernels"
 TEMPLATE: Final = "chat template"
 TEST_SECONDS: Final = 8.0
 _SAID: Final = "I do not know."
@@ -51,6 +52,24 @@ def check_self_test(scene: Scene) -> Finding | None:
     """MLX on this machine, unless a worker has it at work, which tested itself at its start."""
     if not scene.is_mac:
         return None
+    found = _untested(scene) or scene.once(_ask_self_test)
+    if isinstance(found, Finding):
+        return found
+    if found.fault:
+        return bad(SELF_TEST, found.fault, "install the MLX that the extra `mac` names")
+    return good(SELF_TEST, f"MLX computes rightly to {found.difference:.1g} nats on {found.device}, fingerprint {found.fingerprint}")
+
+
+def check_kernels(scene: Scene) -> Finding | None:
+    """What became of each Metal kernel in the self-test, where that is made."""
+    if not scene.is_mac or _untested(scene) is not None:
+        return None
+    found = scene.once(_ask_self_test)
+    return None if isinstance(found, Finding) else kernels_finding(found.kernels, scene.allowed.plain_ops)
+
+
+def _untested(scene: Scene) -> Finding | None:
+    """Why the self-test is not made; None if it is."""
     if find_spec("mlx") is None:
         return bad(SELF_TEST, "MLX is not installed", "run `pip install 'stoa[mac]'`")
     holder = lock_holder(scene.folder)
@@ -58,6 +77,36 @@ def check_self_test(scene: Scene) -> Finding | None:
         return good(SELF_TEST, f"not repeated beside process {holder}, which passed its own")
     if sys.platform == "darwin" and gpu_programs(ignore=0):
         return warn(SELF_TEST, "not made: another program uses the GPU", "end it and ask again; a worker tests itself at its start")
+    return None
+
+
+def kernels_finding(kernels: Mapping[str, str], plain_ops: Sequence[str]) -> Finding:
+    """The row of kernels. `kernels`: each with why it is not used, or ""; `plain_ops`: what the Mac's owner switched off."""
+    off = "".join(f"; {name} is switched off in mac.toml" for name in plain_ops)
+    refused = {name: reason for name, reason in kernels.items() if reason and name not in plain_ops}
+    if refused and set(refused.values()) == {"no Metal back end"}:
+        return good(KERNELS, f"no Metal back end: MLX's own operations compute everything{off}")
+    used = [name for name, reason in kernels.items() if not reason and name not in plain_ops]
+    compute = f"{', '.join(used)}: as MLX's own operations" if used else "none is used"
+    if not refused:
+        return good(KERNELS, compute + off)
+    why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    return warn(KERNELS, f"{compute}{off}; not used are {why}", "nothing to do: MLX's own operations take their place, only slower")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tested:
+    """What `worker_mac.selftest` printed; kernels: each with why it is not used, or ""."""
+
+    fault: str
+    difference: float
+    device: str
+    fingerprint: str
+    kernels: Mapping[str, str]
+
+
+def _ask_self_test() -> Finding | _Tested:
+    """The self-test, in a process of its own."""
     command = [sys.executable, "-m", "worker_mac.selftest"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_SECONDS, check=False)
@@ -67,10 +116,8 @@ def check_self_test(scene: Scene) -> Finding | None:
         found = json.loads(done.stdout)
     except ValueError:
         return bad(SELF_TEST, f"MLX cannot be loaded: {_last_line(done.stderr)}", "run `pip install 'stoa[mac]'` again")
-    if found["fault"]:
-        return bad(SELF_TEST, str(found["fault"]), "install the MLX that the extra `mac` names")
-    where = f"{found['device']}, fingerprint {found['fingerprint']}"
-    return good(SELF_TEST, f"MLX computes rightly to {found['difference']:.1g} nats on {where}")
+    kernels = {str(one["kernel"]): str(one["reason"]) for one in found["kernels"]}
+    return _Tested(str(found["fault"]), float(found["difference"]), str(found["device"]), str(found["fingerprint"]), kernels)
 
 
 def _last_line(text: str) -> str:

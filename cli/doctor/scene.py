@@ -5,11 +5,11 @@ Made once; what must be fetched (the run, the model's config.json) is fetched at
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 from stoa.bucket.run_document import RunDocument, read_run
 from stoa.bucket.store import SMALL_BYTES, Store
@@ -20,6 +20,7 @@ from stoa.contracts.access import PLAIN, Access
 from stoa.contracts.errors import StoaError
 from stoa.weights.layout import Layout, layout_of
 
+_Answer = TypeVar("_Answer")
 Role = Literal["mac", "gpu", "all", "home"]
 """home: commands and the control process only."""
 
@@ -37,6 +38,15 @@ class Scene:
     """Of the store."""
     access: Access = PLAIN
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
+    _asking: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _answers: dict[object, object] = field(default_factory=dict[object, object], repr=False, compare=False)
+
+    def once(self, ask: Callable[[], _Answer]) -> _Answer:
+        """What `ask` answers; it is called once, by whichever check is first, and the others wait."""
+        with self._asking:
+            if ask not in self._answers:
+                self._answers[ask] = ask()
+            return cast(_Answer, self._answers[ask])
 
     @property
     def is_mac(self) -> bool:

@@ -320,10 +320,24 @@ def test_the_demos_checkpoint_passes_its_template_and_its_self_test(scene: Scene
     assert found is not None and found.verdict == "pass", found
     tested = model.check_self_test(scene)
     assert tested is not None and tested.verdict == "pass", tested
+    kernels = model.check_kernels(scene)
+    assert kernels is not None and kernels.verdict == "pass", kernels
+    assert kernels.found == "no Metal back end: MLX's own operations compute everything" or sys.platform == "darwin"
     identity = Identity(scene.folder)
     beside = model.check_self_test(scene)
+    assert model.check_kernels(scene) is None
     identity.close()
     assert beside is not None and "not repeated beside process" in beside.found
+
+
+def test_the_row_of_kernels_names_what_is_used_and_why_another_is_not() -> None:
+    found = model.kernels_finding({"experts": "", "head": "", "conv": ""}, ())
+    assert (found.verdict, found.found) == ("pass", "experts, head, conv: as MLX's own operations")
+    found = model.kernels_finding({"experts": "", "head": "logprobs differ by 0.3", "conv": ""}, ("conv",))
+    assert found.verdict == "warn"
+    assert found.found == ("experts: as MLX's own operations; conv is switched off in mac.toml; not used are head: logprobs differ by 0.3")
+    found = model.kernels_finding({"experts": "no Metal back end", "conv": "no Metal back end"}, ("conv",))
+    assert found.verdict == "pass"
 
 
 # -- the network without servers
