@@ -189,8 +189,11 @@ class Guest:
             "pid": os.getpid(),
         }
         part = self._memory.with_name(f"{self._memory.name}.part")
-        part.write_text(json.dumps(document), "utf-8")
-        part.replace(self._memory)
+        try:
+            part.write_text(json.dumps(document), "utf-8")
+            part.replace(self._memory)
+        except OSError as error:  # a full disk must not end the looking
+            _log.warning("guest_not_noted", reason=str(error))
 
 
 def _wall_clock(at_seconds: float) -> float:

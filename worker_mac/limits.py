@@ -122,11 +122,14 @@ class Budgets:
             return {}
 
     def _save(self) -> None:
-        part = self._path.with_name(f"{self._path.name}.part")
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(self._used), "ascii")
-        part.replace(self._path)
         self._unsaved = 0
+        part = self._path.with_name(f"{self._path.name}.part")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(self._used), "ascii")
+            part.replace(self._path)
+        except OSError as error:  # a full disk must not end a transfer
+            _log.warning("budgets_not_kept", path=str(self._path), reason=str(error))
 
 
 class CappedMeters(Meters):

@@ -307,6 +307,17 @@ def test_a_torn_memory_of_starts_is_no_obstacle(mac: Sensed, tmp_path: Path) -> 
     assert Guest(MacHost(), mac, memory=tmp_path / "guest.json").look().starts
 
 
+def test_a_disk_that_takes_nothing_does_not_blind_the_guest(mac: Sensed, tmp_path: Path) -> None:
+    guest = Guest(MacHost(when="idle_only"), mac, memory=tmp_path / "gone" / "guest.json", look_seconds=0.02)
+    guest.start()
+    mac.senses = replace(mac.senses, idle_seconds=0.0)
+    deadline = time.monotonic() + 5
+    while guest.decision.starts and time.monotonic() < deadline:
+        time.sleep(0.01)
+    guest.close()
+    assert not guest.decision.starts
+
+
 def test_a_crash_waits_in_words_and_then_plays_fewer_groups(mac: Sensed) -> None:
     guest = Guest(MacHost(), mac)
     guest.caution = Caution(until=time.time() + 60.0, share=0.5)

@@ -96,6 +96,15 @@ def test_a_killed_process_forgets_less_than_a_mebibyte(tmp_path: Path) -> None:
     assert 70 * 64 * 1024 - SAVE_BYTES < kept <= 70 * 64 * 1024
 
 
+def test_a_disk_that_takes_nothing_stops_no_transfer(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    budgets = Budgets(tmp_path / "file" / "network.json", 1 << 30, 0)
+    for _ in range(3):
+        budgets.add(SAVE_BYTES)
+    assert budgets.used_bytes("day") == 3 * SAVE_BYTES
+    budgets.close()
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"day": 3}', "[]"])
 def test_a_torn_file_of_budgets_stops_nobody(tmp_path: Path, text: str) -> None:
     (tmp_path / "network.json").write_text(text)
