@@ -1,8 +1,10 @@
 """`stoa join` and `stoa leave` where there is no launchd, and the worker in this window."""
 
+import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,29 @@ def test_without_launchd_the_person_is_told(arguments: tuple[str, ...], tmp_path
     found = stoa(*arguments, "--state", str(tmp_path))
     assert found.returncode == 2
     assert "for macOS" in found.stderr
+
+
+def test_a_mac_that_is_not_fit_is_told_before_the_worker_starts_unless_it_is_not_asked(tmp_path: Path) -> None:
+    (tmp_path / "panics.json").write_text(json.dumps({"began": 0.0, "panics": [time.time() - 60.0, time.time() - 50.0]}))
+    found = stoa("join", "--state", str(tmp_path))
+    assert found.returncode == 4
+    assert "fail  worker" in found.stderr and "crashed 2 times in a day" in found.stderr
+    assert "error: this machine is not fit for it" in found.stderr
+    assert "--no-doctor" in found.stderr
+    asked = stoa("join", "--state", str(tmp_path), "--no-doctor")
+    assert asked.returncode == 1
+    assert "it plays no more" in asked.stderr
+
+
+def test_a_run_is_not_started_on_a_machine_that_is_not_fit(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(PROJECT_ROOT / "environments/search/policy", model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = settings["chat_template"].replace("assistant", "model")
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = stoa("run", "--detach", "--set", f'model="{model}"')
+    assert found.returncode == 4
+    assert "fail  chat template" in found.stderr and "token " in found.stderr
 
 
 def test_joining_in_this_window_becomes_the_worker(tmp_path: Path) -> None:
