@@ -1,6 +1,9 @@
 """A run's checkpoint as a folder for transformers, and a version of it for mlx_lm: reloaded, compared, refused when wrong."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +91,21 @@ def test_mlx_folder_with_one_wrong_tensor_is_not_called_done(store: Store, tmp_p
     save_file({**tensors, name: tensors[name] * 2}, path, metadata={"format": "mlx"})
     with pytest.raises(WeightsError, match="mlx_lm computes other logits"):
         compare_mlx(state, tmp_path / "mlx")
+
+
+@pytest.mark.loop
+def test_export_that_cannot_be_compared_here_says_so_and_fails(store: Store, tmp_path: Path) -> None:
+    """On a host without the extra mac the folder is written, and is not called done."""
+    handle = start_run(store, config_of(store))
+    engine = TrainerEngine(handle)
+    engine.acquire(AcquireRequest("test", 1), 1, Reports())
+    engine.close()
+    without = "import sys; sys.modules['mlx_lm'] = None; from cli.main import main; main(['export', 'test', sys.argv[1]])"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("STOA_", "AWS_"))}
+    where = {"STOA_BUCKET_ENDPOINT": store.settings.endpoint, "STOA_BUCKET_NAME": store.settings.name, "STOA_STATE": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", without, str(tmp_path / "mlx")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env={**clean, **where})
+    assert done.returncode == 1, done.stderr
+    assert "not compared: mlx_lm is not installed here" in done.stderr
+    assert "pip install 'stoa[mac]'" in done.stderr
+    assert (tmp_path / "mlx" / "config.json").is_file()
