@@ -30,6 +30,7 @@ IDLE_HEAD_SECONDS: Final = 2.0
 HOT: Final = {"serious": "the Mac is hot", "critical": "the Mac is too hot"}
 """Why decoding itself is slow; a Mac that slows down is late, and nothing else is wrong with it."""
 MAX_TEXT: Final = 200
+MAX_UNSENT: Final = 16
 OUTAGE_SECONDS: Final = 120.0
 """So long a Mac should be able to play while the control plane is away."""
 MAX_HELD_AHEAD: Final = 5
@@ -193,7 +194,7 @@ def on_result(state: SessionProgress, result: SweepResult, now: float) -> Sessio
         resting=result.status == "paused" and result.resting,
         ready_at=now,
         waits_for="",
-        unsent=result.unsent,
+        unsent=tuple(key[:MAX_TEXT] for key in result.unsent[:MAX_UNSENT]),
         groups=result.groups or state.groups,
         heat=result.heat[:16],
     )

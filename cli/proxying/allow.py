@@ -2,7 +2,8 @@
 
 A Mac polls its own queue, heartbeats, completes and fails its own tasks, says hello and goodbye as itself, and asks what
 the server can do. A request is parsed with the SDK's protos, its set fields are held against a list, unknown ones are
-dropped, and it goes on as it was understood here. Every method that is not in the table is refused by its name alone.
+dropped, and it goes on as it was understood here, signed with the caller's host. Every method that is not in the table is
+refused by its name alone.
 """
 
 import json
@@ -87,7 +88,19 @@ def understand(path: str, data: bytes, caller: Pass, place: Place) -> tuple[Meth
             raise denied(f"a Mac does not set {name}")
         request.ClearField(name)
     method.check(request, caller, place)
+    _sign(request, caller)
     return method, request.SerializeToString()
+
+
+def _sign(request: Any, caller: Pass) -> None:
+    """Say who calls by the name in the pass: a Mac cannot pose as another, and its owner's name for it stays there."""
+    if "identity" in request.DESCRIPTOR.fields_by_name:
+        request.identity = caller.host
+    if "worker_heartbeat" in request.DESCRIPTOR.fields_by_name:
+        beats = request.worker_heartbeat if isinstance(request, RecordWorkerHeartbeatRequest) else [request.worker_heartbeat]
+        for beat in beats:
+            if beat.ByteSize():
+                beat.worker_identity = beat.host_info.host_name = caller.host
 
 
 def _nothing(_request: object, _caller: Pass, _place: Place) -> None:
@@ -121,8 +134,10 @@ def _own_task(request: Any, caller: Pass, place: Place) -> None:
         token = read_task_token(request.task_token)
     except ValueError:
         raise invalid("the task token cannot be read") from None
-    own = (place.namespace_id, names.session_workflow_id(caller.run, caller.host))
-    if (token.namespace_id, token.workflow_id) != own or token.activity_type not in MAC_ACTIVITIES:
+    # A server that does not tell its namespace's id compares it with the request's namespace itself.
+    is_here = token.namespace_id == place.namespace_id or not place.namespace_id
+    own = names.session_workflow_id(caller.run, caller.host)
+    if not is_here or token.workflow_id != own or token.activity_type not in MAC_ACTIVITIES:
         raise denied("the task is not one of yours")
 
 

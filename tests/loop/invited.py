@@ -22,12 +22,14 @@ from stoa.bucket.invite import Invite, read_invite
 from stoa.bucket.manifest import Signer
 from stoa.bucket.store import Store
 from stoa.config.load import PROJECT_ROOT, load_run
-from stoa.config.run import Macs, RunConfig, Temporal
+from stoa.config.run import Learning, Macs, RunConfig, Temporal
 from stoa.contracts import names
 from tests.servers import CREDENTIALS, MAC_CREDENTIALS, BucketServer, TemporalServer, free_ports
 from tests.unit.worker_mac.publishing import Publishing
 
 RUN = "friends"
+ROOMY = Learning(groups_per_step=64, max_staleness=8, max_staleness_hard=8)
+"""Nobody trains here: so much room that no Mac waits for the trainer."""
 GUIDE = PROJECT_ROOT / "docs" / "guides" / "invite-macs.md"
 
 
@@ -82,7 +84,7 @@ class World:
         base.mkdir()
         for name in ("config.json", "tokenizer.json"):
             (base / name).write_bytes((PROJECT_ROOT / "environments/search/policy" / name).read_bytes())
-        self.run = Publishing(store, base, run=RUN, bucket=store.settings, signer=Signer.from_seed(self.seed))
+        self.run = Publishing(store, base, run=RUN, bucket=store.settings, signer=Signer.from_seed(self.seed), learning=ROOMY)
 
     async def set_up(self) -> None:
         """Namespaces, the first version, the run's workflow (which waits for a trainer), the control process and the proxy."""

@@ -10,7 +10,8 @@ from temporalio.api.common.v1 import Payload
 
 from activities.codec import TicketCodec, seal, unseal
 from activities.connection import DATA_CONVERTER
-from stoa.contracts.fleet_messages import Grant
+from stoa.contracts.fleet_messages import Grant, SweepResult
+from stoa.contracts.messages import StepResult
 from stoa.contracts.sealed import host_of, is_invite
 
 INVITE, OTHER = "mac-1.0123abcd", "mac-2.0123abcd"
@@ -34,6 +35,15 @@ async def test_a_grant_crosses_readable_but_for_its_tickets_and_its_mac_opens_th
     assert again == crossed
     (opened,) = await OPENS.decode([again])
     assert DATA_CONVERTER.payload_converter.from_payloads([opened], [Grant]) == [grant]
+
+
+async def test_a_step_and_a_sweeps_result_cross_as_they_are() -> None:
+    messages = [
+        StepResult("done", 7, "runs/demo/steps/e1001/s00000007.json", 8, 0.5),
+        SweepResult("done", 7, num_groups=8, reason="all well"),
+    ]
+    clear = DATA_CONVERTER.payload_converter.to_payloads(messages)
+    assert await SEALS.encode(clear) == clear == await OPENS.decode(clear)
 
 
 async def test_another_mac_and_a_tampered_text_stay_sealed() -> None:

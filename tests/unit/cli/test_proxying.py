@@ -10,7 +10,9 @@ from temporalio.api.common.v1 import Payload, Payloads
 from temporalio.api.workflowservice.v1 import (
     DescribeNamespaceRequest,
     PollActivityTaskQueueRequest,
+    RecordWorkerHeartbeatRequest,
     RespondActivityTaskCompletedRequest,
+    ShutdownWorkerRequest,
     SignalWithStartWorkflowExecutionRequest,
 )
 
@@ -178,6 +180,27 @@ def test_a_second_value_of_a_field_does_not_slip_past() -> None:
         refused("DescribeNamespace", DescribeNamespaceRequest(namespace="mac").SerializeToString() + twice[:6]).code
         is Code.PERMISSION_DENIED
     )
+
+
+def test_a_call_is_signed_with_the_host_of_its_pass() -> None:
+    poll = PollActivityTaskQueueRequest(namespace="mac", task_queue={"name": "mac-demo-mac-1"}, identity="77@annas-macbook")
+    assert PollActivityTaskQueueRequest.FromString(passes("PollActivityTaskQueue", poll)).identity == "mac-1"
+    beat = {"task_queue": "mac-demo-mac-1", "worker_identity": "77@mac-2", "host_info": {"host_name": "annas-macbook", "process_id": "77"}}
+    sent = passes("RecordWorkerHeartbeat", RecordWorkerHeartbeatRequest(namespace="mac", worker_heartbeat=[beat]))
+    assert b"annas" not in sent and b"mac-2" not in sent
+    assert RecordWorkerHeartbeatRequest.FromString(sent).worker_heartbeat[0].host_info.process_id == "77"
+    ended = passes("ShutdownWorker", ShutdownWorkerRequest(namespace="mac", worker_heartbeat=beat))
+    assert b"annas" not in ended
+    assert not ShutdownWorkerRequest.FromString(passes("ShutdownWorker", ShutdownWorkerRequest(namespace="mac"))).HasField(
+        "worker_heartbeat"
+    )
+
+
+def test_a_server_that_does_not_tell_its_namespaces_id_is_trusted_to_look() -> None:
+    request = RespondActivityTaskCompletedRequest(namespace="mac", task_token=token(namespace_id="unknown")).SerializeToString()
+    understand(SERVICE + "RespondActivityTaskCompleted", request, CALLER, Place("demo", "mac", ""))
+    with pytest.raises(RefusedError):
+        understand(SERVICE + "RespondActivityTaskCompleted", request, CALLER, PLACE)
 
 
 def test_requests_have_a_size_by_method() -> None:

@@ -35,7 +35,14 @@ class Publishing:
     """A run whose masters move a little at each publish; `folder` holds its config.json, or gets the tiny one."""
 
     def __init__(
-        self, store: Store, folder: Path, *, run: str = "demo", bucket: Bucket | None = None, signer: Signer | None = None
+        self,
+        store: Store,
+        folder: Path,
+        *,
+        run: str = "demo",
+        bucket: Bucket | None = None,
+        signer: Signer | None = None,
+        learning: Learning | None = None,
     ) -> None:
         if not (folder / "config.json").is_file():
             (folder / "config.json").write_text(json.dumps(TINY))
@@ -46,7 +53,7 @@ class Publishing:
             run=run,
             bucket=bucket or Bucket(),
             rollout=Rollout(groups=8, group_size=8, min_group_size=4),
-            learning=Learning(max_staleness_hard=3),
+            learning=learning or Learning(max_staleness_hard=3),
             timeouts=Timeouts(head_poll_seconds=0.1),
         )
         self.signer = signer or Signer.generate()
