@@ -14,7 +14,9 @@ from typing import Final
 from cli.doctor.machine import memory_plan
 from cli.doctor.open import open_scene
 from cli.say import bytes_text
+from stoa.config.load import state_folder
 from stoa.contracts.errors import ModelMissingError, UsageError
+from worker_mac.identity import lock_holder, locked_error
 
 LIMIT_SECONDS: Final = 900.0
 MOST_GROUPS: Final = 16
@@ -75,3 +77,30 @@ def sentences(rates: Rates) -> Iterator[str]:
     hourly = at_knee * 3600 / (EPISODE_TOKENS * rates.group_size)
     yield f"it adds     about {hourly:.0f} groups an hour of {EPISODE_TOKENS} sampled tokens an episode, while it plays"
     yield "weights     random ones of the model's shapes; trained ones choose experts less evenly"
+
+
+def measure_kernels(state: Path | None) -> str | None:
+    """The report of `metal.bench` as JSON; None if it failed, which it has said by itself. Raises WorkerLockedError."""
+    folder = state or state_folder("mac")
+    holder = lock_holder(folder)
+    if holder is not None:
+        raise locked_error(folder, holder)
+    command = [sys.executable, "-m", "metal.bench"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def kernel_lines(report: str) -> Iterator[str]:
+    """What a person reads of the kernels: milliseconds of one decode step, measured and worked out."""
+    tree = json.loads(report)
+    what = "measured" if tree["measured"] else "nothing measured, there is no Metal back end; metal/README.md has the limits by chip"
+    yield f"{tree['chip'] or 'no Apple chip'}: {what}"
+    yield "ms a step of 64 rows of 4,096 tokens, all layers of LFM2.5-8B-A1B; limits are worked out from the chip's public figures"
+    yield f"{'':<11}{'our kernel':>12}{'MLX':>10}{'our limit':>12}{'MLX limit':>12}"
+    for row in tree["rows"]:
+        cells = [row[key] for key in ("kernel_seconds", "plain_seconds", "roofline_seconds", "stock_roofline_seconds")]
+        ours, plain, limit, stock = ("-" if cell is None else f"{cell * 1e3:.2f}" for cell in cells)
+        yield f"{row['kernel']:<11}{ours:>12}{plain:>10}{limit:>12}{stock:>12}"
+    for one in tree["verdicts"]:
+        if tree["measured"] and one["reason"]:
+            yield f"{one['kernel']} is not used: {one['reason']}"

@@ -1,26 +1,30 @@
 """Times each kernel and the plain ops it stands for on this Mac, beside what the roofline says of its chip.
 
+    python -m metal.bench      prints `Report` as JSON; `stoa bench kernels` puts it into words
+
 Each kernel is timed at the shapes of one layer of LFM2.5-8B-A1B at one width of batch and multiplied by the number of
 layers. Where there is no Metal back end nothing is timed and only the roofline is given.
 """
 
+import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from metal import roofline
 from metal.attention import AttentionKernel, PrefixKernel, group_rows
-from metal.check import Tiled
+from metal.check import Dims, Tiled, Verdict
 from metal.conv import ConvKernel
 from metal.experts import ExpertsKernel
 from metal.head import HeadKernel
 from metal.kernels import Launcher, launch_on_metal, metal_works
+from metal.ops import verdicts
 from metal.reference import Int8, attend_plain, convolve_plain, draw_plain, experts_plain
 from metal.router import RouterKernel, RouterRule, route_plain
 from metal.sizes import PAGE_TOKENS
@@ -53,41 +57,48 @@ def chip_name() -> str:
     return asked.stdout.strip()
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was measured here: `verdicts` of the kernels at these widths, and a row each. Without Metal nothing is."""
+
+    chip: str
+    measured: bool
+    rows: tuple[Timed, ...]
+    verdicts: tuple[Verdict, ...]
+
+
+def dims_of(shape: roofline.Shape) -> Dims:
+    """What kernels are compiled for in a bf16 model of this shape."""
+    return Dims(
+        shape.hidden, shape.inner, shape.num_experts, shape.top_k, shape.num_heads, shape.num_kv_heads, shape.head_size,
+        shape.conv_kernel, mx.bfloat16, mx.bfloat16,
+    )  # fmt: skip
+
+
 def measure(
     shape: roofline.Shape = roofline.LFM25,
     step: roofline.Step = roofline.FULL_STEP,
     *,
     launcher: Launcher = launch_on_metal,
     available: Callable[[], bool] = metal_works,
-    chip: roofline.Chip | None = None,
-) -> list[Timed]:
-    """One row a kernel. Takes about a minute and 1 GB on a Mac; on other machines it times nothing."""
-    chip = chip or roofline.chip_named(chip_name())
-    works, can_time = roofline.work(shape, step), available()
+    chip: str | None = None,
+) -> Report:
+    """Check every kernel, then time those that agree. Takes about a minute and 1 GB on a Mac; elsewhere it times nothing."""
+    name = chip_name() if chip is None else chip
+    known, works, can_time = roofline.chip_named(name), roofline.work(shape, step), available()
+    found = verdicts(dims_of(shape), launcher=launcher, available=available)
+    agree = {one.kernel for one in found if one.uses_kernel}
     rows: list[Timed] = []
-    for kernel, name in NAMES.items():
-        ours, stock = (one.seconds(chip) if chip else None for one in works[kernel])
-        took: tuple[float | None, float | None] = (None, None)
+    for number, kernel in NAMES.items():
+        ours, stock = (one.seconds(known) if known else None for one in works[number])
+        by_kernel, by_plain = None, None
         if can_time:
-            by_kernel, by_plain, num_layers = _PAIRS[name](shape, step, launcher)
-            took = (_seconds(by_kernel) * num_layers, _seconds(by_plain) * num_layers)
+            kernel_call, plain_call, num_layers = _PAIRS[kernel](shape, step, launcher)
+            by_kernel = _seconds(kernel_call) * num_layers if kernel in agree else None
+            by_plain = _seconds(plain_call) * num_layers
             mx.clear_cache()
-        rows.append(Timed(name, *took, ours, stock))
-    return rows
-
-
-def table(rows: list[Timed], chip: str) -> str:
-    """The rows as lines of text."""
-    measured = any(row.kernel_seconds is not None for row in rows)
-    lines = [
-        f"{chip or 'no Apple chip'}: {'measured' if measured else 'nothing measured, there is no Metal back end'}, ms a decode step",
-        f"{'kernel':<12}{'kernel':>10}{'plain ops':>12}{'roofline':>12}{'stock roofline':>16}",
-    ]
-    for row in rows:
-        cells = (row.kernel_seconds, row.plain_seconds, row.roofline_seconds, row.stock_roofline_seconds)
-        texts = ["-" if cell is None else f"{cell * 1e3:.2f}" for cell in cells]
-        lines.append(f"{row.kernel:<12}{texts[0]:>10}{texts[1]:>12}{texts[2]:>12}{texts[3]:>16}")
-    return "\n".join(lines)
+        rows.append(Timed(kernel, by_kernel, by_plain, ours, stock))
+    return Report(name, can_time, tuple(rows), found)
 
 
 def _seconds(call: Callable[[], Result]) -> float:
@@ -185,3 +196,13 @@ _PAIRS: dict[str, Callable[[roofline.Shape, roofline.Step, Launcher], Pair]] = {
     "prefix": _prefix,
     "conv": _conv,
 }
+
+
+def main() -> int:
+    """Print the report of this machine."""
+    sys.stdout.write(json.dumps(asdict(measure())) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

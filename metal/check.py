@@ -45,8 +45,8 @@ class Dims:
     conv_kernel: int
     dtype: mx.Dtype
     """Of activations."""
-    pool_dtype: mx.Dtype
-    """Of keys and values."""
+    raw_dtype: mx.Dtype
+    """Of weights that are not int8, and of keys and values."""
 
     @property
     def group_rows(self) -> int:
@@ -141,7 +141,7 @@ def _check_router(dims: Dims, launcher: Launcher) -> str:
     for num_tokens, normalise in ((1, True), (37, False), (64, True)):
         rule = RouterRule(dims.num_experts, dims.top_k, normalise, 1.0 if normalise else 2.5)
         x = _short(numbers, (num_tokens, dims.hidden), dims.dtype)
-        gate = _short(numbers, (dims.num_experts, dims.hidden), dims.dtype, divisor=32)
+        gate = _short(numbers, (dims.num_experts, dims.hidden), dims.raw_dtype, divisor=32)
         gate[numbers.integers(1, dims.num_experts, dims.num_experts // 2).tolist()] = gate[0]  # experts that tie
         bias = mx.array(numbers.integers(0, 3, dims.num_experts).astype(np.float32) / 2)
         got, wanted = kernel(x, gate, bias, rule), route_plain(x, gate, bias, rule)
@@ -158,7 +158,7 @@ def _check_router(dims: Dims, launcher: Launcher) -> str:
 def _check_conv(dims: Dims, launcher: Launcher) -> str:
     """To the bit: tokens that are fed several at a time go through plain ops."""
     numbers, kernel = np.random.default_rng(6), ConvKernel(launcher)
-    taps = _normal(numbers, (dims.hidden, dims.conv_kernel, 1), dims.dtype)
+    taps = _normal(numbers, (dims.hidden, dims.conv_kernel, 1), dims.raw_dtype)
     for num_rows in (1, 5, 64):
         x = _normal(numbers, (num_rows, 3 * dims.hidden), dims.dtype)
         tails = _normal(numbers, (num_rows, dims.conv_kernel - 1, dims.hidden), dims.dtype)
@@ -224,7 +224,7 @@ def _tiles(numbers: np.random.Generator, dims: Dims, lengths: list[list[int]], p
         places = np.arange(max(its))
         held[table[tile, places // PAGE_TOKENS] * PAGE_TOKENS + places % PAGE_TOKENS] = True
     pool = (num_pages, dims.num_kv_heads, PAGE_TOKENS, dims.head_size)
-    keys, values = (_blank(_short(numbers, pool, dims.pool_dtype), held.reshape(num_pages, 1, PAGE_TOKENS, 1)) for _ in range(2))
+    keys, values = (_blank(_short(numbers, pool, dims.raw_dtype), held.reshape(num_pages, 1, PAGE_TOKENS, 1)) for _ in range(2))
     queries = _short(numbers, (len(lengths), len(lengths[0]), dims.num_heads, dims.head_size), dims.dtype)
     return queries, keys, values, mx.array(table), mx.array(np.array(lengths, np.int32))
 

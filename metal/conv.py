@@ -21,7 +21,8 @@ class ConvKernel:
         expect(_NAME, "x", x, (-1, -1), *FLOATS)
         num_rows, width = x.shape[0], x.shape[1] // 3
         demand(_NAME, num_rows > 0 and x.shape[1] == 3 * width and width % 32 == 0, f"{num_rows} rows of width {x.shape[1]} / 3")
-        expect(_NAME, "kernel", kernel, (width, -1, 1), x.dtype)
+        # Taps of another type would make plain ops compute in float32, unless that is the type of x already.
+        expect(_NAME, "kernel", kernel, (width, -1, 1), *(FLOATS if x.dtype == mx.float32 else (x.dtype,)))
         num_taps = kernel.shape[1]
         demand(_NAME, num_taps >= 2, f"{num_taps} taps keep nothing")
         expect(_NAME, "tails", tails, (num_rows, num_taps - 1, width), x.dtype)

@@ -4,7 +4,7 @@
 // u = b * x; y = c * (sum over the TAPS - 1 kept ones and u, oldest first, each times its tap); the tail moves on by one.
 // Every product and sum is rounded to T and none is fused, as MLX's own operations do it: tokens that are fed several at
 // a time go through those, and must come out the same.
-// Inputs: projected T [R, 3 * D]; tails T [R, TAPS - 1, D]; kernel_taps T [D, TAPS, 1].
+// Inputs: projected T [R, 3 * D]; tails T [R, TAPS - 1, D]; kernel_taps [D, TAPS, 1], of any float type where T is float.
 // Template: typename T, int D, int TAPS.
 // Outputs: mixed T [R, D]; new_tails T [R, TAPS - 1, D].
 #pragma METAL fp contract(off)

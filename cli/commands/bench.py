@@ -1,16 +1,19 @@
-"""`stoa bench [FILE]`: how fast this Mac samples, by width."""
+"""`stoa bench [FILE]`: how fast this Mac samples, by width; `stoa bench kernels`: how fast our Metal kernels are on it."""
 
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
 from cli import say
 from cli.arguments import AsJson
 from cli.say import Exit
 
+bench = App(name="bench", help="Measure this Mac: tokens a second by width, or the Metal kernels.")
 
-def bench(
+
+@bench.default
+def widths(
     file: Annotated[Path | None, Parameter(help="Configuration of the run; the demo's when left out.")] = None,
     /,
     *,
@@ -31,5 +34,28 @@ def bench(
         say.data(measured.json)
     else:
         for line in sentences(measured):
+            say.talk(line)
+    return Exit.DONE
+
+
+@bench.command
+def kernels(
+    *,
+    state: Annotated[Path | None, Parameter(help="Folder of this Mac's state: no worker may be at work in it.")] = None,
+    as_json: AsJson = False,
+) -> Exit:
+    """Time our Metal kernels and MLX's own operations at LFM2.5's sizes, beside what bandwidth and arithmetic of the chip allow.
+
+    Where there is no Metal nothing is timed, and what is printed is worked out.
+    """
+    from cli.bench import kernel_lines, measure_kernels
+
+    report = measure_kernels(state)
+    if report is None:
+        return Exit.FAILED
+    if as_json:
+        say.data(report)
+    else:
+        for line in kernel_lines(report):
             say.talk(line)
     return Exit.DONE

@@ -22,7 +22,7 @@ DIMS = Dims(
     head_size=64,
     conv_kernel=3,
     dtype=mx.bfloat16,
-    pool_dtype=mx.bfloat16,
+    raw_dtype=mx.bfloat16,
 )
 NAMES = dict(zip(("K1", "K2", "K3", "K4", "K5", "K6"), KERNELS, strict=True))
 needs_emulator = pytest.mark.skipif(not can_emulate(), reason="needs PyPI's ziglang on Linux")
@@ -32,7 +32,7 @@ needs_emulator = pytest.mark.skipif(not can_emulate(), reason="needs PyPI's zigl
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_every_kernel_agrees_with_plain_ops(dtype: mx.Dtype) -> None:
     emulator = Emulator()
-    found = verdicts(replace(DIMS, dtype=dtype, pool_dtype=dtype), launcher=emulator.metal_kernel, available=lambda: True)
+    found = verdicts(replace(DIMS, dtype=dtype, raw_dtype=dtype), launcher=emulator.metal_kernel, available=lambda: True)
     assert [(one.kernel, one.uses_kernel, one.reason) for one in found] == [(kernel, True, "") for kernel in KERNELS]
     assert emulator.most_threadgroup_bytes <= 32768
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from metal import bench, roofline
+from metal.check import KERNELS
 from metal.roofline import CHIPS, Shape, Step, Work, chip_named, mean_tiling, our_tiling, stock_tiling, work
 from tests.metal_emulator.emulator import Emulator, can_emulate
+from tests.metal_emulator.proof import mutants_of, planted
 
 README = Path(roofline.__file__).parent / "README.md"
 
@@ -75,24 +77,27 @@ def test_readme_holds_the_tables_as_they_are_computed() -> None:
 
 
 def test_bench_times_nothing_without_metal_and_says_so() -> None:
-    rows = bench.measure(available=lambda: False, chip=chip_named("Apple M2"))
-    assert [row.kernel for row in rows] == ["experts", "head", "attention", "router", "prefix", "conv"]
-    assert all(row.kernel_seconds is None and row.plain_seconds is None for row in rows)
-    assert all(row.roofline_seconds and row.stock_roofline_seconds for row in rows)
-    text = bench.table(rows, "Apple M2")
-    assert "nothing measured" in text
-    assert len(text.splitlines()) == 8
+    report = bench.measure(available=lambda: False, chip="Apple M2")
+    assert not report.measured
+    assert [row.kernel for row in report.rows] == list(KERNELS)
+    assert all(row.kernel_seconds is None and row.plain_seconds is None for row in report.rows)
+    assert all(row.roofline_seconds and row.stock_roofline_seconds for row in report.rows)
+    assert {one.reason for one in report.verdicts} == {"no Metal back end"}
+    unknown = bench.measure(available=lambda: False, chip="")
+    assert all(row.roofline_seconds is None for row in unknown.rows)
 
 
 @pytest.mark.skipif(not can_emulate(), reason="needs PyPI's ziglang on Linux")
-def test_bench_runs_every_kernel_and_its_plain_ops() -> None:
+def test_bench_runs_every_kernel_that_agrees_and_its_plain_ops() -> None:
     shape = Shape(
         hidden=64, inner=64, num_experts=8, top_k=2, moe_layers=1, num_heads=4, num_kv_heads=1, head_size=64, attention_layers=1,
         conv_layers=1, conv_kernel=3, vocab=64,
     )  # fmt: skip
     emulator = Emulator()
-    rows = bench.measure(shape, Step(2, 64, 32, 2), launcher=emulator.metal_kernel, available=lambda: True, chip=CHIPS[0])
-    assert all((row.kernel_seconds or 0) > 0 and (row.plain_seconds or 0) > 0 for row in rows)
-    assert emulator.num_launches >= 6 * 8 * 8
-    assert " measured," in bench.table(rows, "Apple M1")
+    mutant = next(one for one in mutants_of("K6") if one.kind == "wrong third")
+    report = bench.measure(shape, Step(2, 64, 32, 2), launcher=planted(emulator, mutant), available=lambda: True, chip="Apple M1")
+    assert report.measured
+    assert all((row.plain_seconds or 0) > 0 for row in report.rows)
+    assert {row.kernel for row in report.rows if row.kernel_seconds is None} == {"conv"}
+    assert emulator.num_launches >= 5 * 8 * 8
     mx.clear_cache()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.bench import read, sentences
+from cli.bench import kernel_lines, read, sentences
 from stoa.config.host import MacHost
 from stoa.config.load import PROJECT_ROOT
 from stoa.weights.layout import layout_of
@@ -92,3 +92,17 @@ def test_beside_a_worker_nothing_is_measured(tmp_path: Path) -> None:
 def test_a_width_that_cannot_be_is_wrong_use(tmp_path: Path) -> None:
     done = stoa("bench", "--state", str(tmp_path), "--groups", "65")
     assert (done.returncode, "from 1 to 64" in done.stderr) == (2, True)
+
+
+def test_kernels_are_told_as_measured_only_where_they_were(tmp_path: Path) -> None:
+    done = stoa("bench", "kernels", "--state", str(tmp_path), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["measured"] == (sys.platform == "darwin")
+    row = {"kernel": "experts", "kernel_seconds": 0.04, "plain_seconds": 0.0695, "roofline_seconds": 0.0382, "stock_roofline_seconds": None}
+    verdicts = [{"kernel": "experts", "reason": ""}, {"kernel": "head", "reason": "logprobs differ by 0.3"}]
+    lines = list(kernel_lines(json.dumps({"chip": "Apple M4 Pro", "measured": True, "rows": [row], "verdicts": verdicts})))
+    assert lines[0] == "Apple M4 Pro: measured"
+    assert lines[3].split() == ["experts", "40.00", "69.50", "38.20", "-"]
+    assert lines[4:] == ["head is not used: logprobs differ by 0.3"]
+    text = list(kernel_lines(json.dumps({"chip": "", "measured": False, "rows": [], "verdicts": verdicts})))
+    assert text[0].startswith("no Apple chip: nothing measured") and len(text) == 3
