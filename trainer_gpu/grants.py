@@ -22,7 +22,7 @@ from stoa.config.run import RunConfig
 from stoa.contracts.errors import FormatError, ObjectMissingError
 from stoa.contracts.fleet_messages import Grant, GrantRequest, WaitsFor
 from stoa.contracts.ports import Progress
-from stoa.learning.ledger import AdmissionRule, Decision, Facts, GrantRecord, QuestionOrder, decide, outstanding
+from stoa.learning.ledger import AdmissionRule, Decision, Facts, GrantRecord, Outstanding, QuestionOrder, decide, outstanding
 from trainer_gpu.grant_book import MAX_AHEAD, GrantBook
 from trainer_gpu.tickets import TicketCounter
 
@@ -95,6 +95,8 @@ class GrantKeeper:
         self._ended_before: dict[str, int] = {}
         self._away: set[str] = set()
         self._idle: dict[str, float] = {}
+        self._on_the_way: Outstanding | None = None
+        """Counted once for facts that are used again."""
         self._fresh_until = 0.0
         self._lock = threading.Lock()
 
@@ -114,7 +116,9 @@ class GrantKeeper:
         return answer
 
     def _granted(self, request: GrantRequest) -> Grant:
-        self._away.discard(request.host)
+        if request.host in self._away:
+            self._away.discard(request.host)
+            self._on_the_way = None
         if request.evaluation and self._tickets is not None:
             return self._tickets.part_ticket(request)
         self._ended_before[request.host] = max(self._ended_before.get(request.host, 0), request.ended_before)
@@ -138,13 +142,14 @@ class GrantKeeper:
             head = self._refresh()
             if head is None:
                 return 0, 0
-            found = outstanding(self._rule, self._facts(head), time.time())
+            found = self._outstanding(head)
         return found.running, found.waiting
 
     def host_left(self, host: str) -> None:
         """See `ports.Granter`."""
         with self._lock:
             self._away.add(host)
+            self._on_the_way = None
 
     def _answer(self, request: GrantRequest) -> Grant:
         head = self._refresh()
@@ -184,7 +189,14 @@ class GrantKeeper:
             num_groups=request.num_groups,
             now=time.time(),
             num_kept=self._num_kept(request),
+            on_the_way=self._outstanding(head),
         )
+
+    def _outstanding(self, head: Head) -> Outstanding:
+        """Groups on the way, by the facts at hand. A large fleet asks hundreds of times a second, and counting takes a while."""
+        if self._on_the_way is None:
+            self._on_the_way = outstanding(self._rule, self._facts(head), time.time())
+        return self._on_the_way
 
     def _facts(self, head: Head) -> Facts:
         return Facts(
@@ -221,6 +233,8 @@ class GrantKeeper:
     def _keep(self, grant: GrantRecord) -> None:
         """Add a grant and forget sweeps of its host that can no longer be open."""
         self._grants[grant.host, grant.sweep] = grant
+        if self._on_the_way is not None:
+            self._on_the_way = replace(self._on_the_way, running=self._on_the_way.running + len(grant.question_ids))
         for old in [key for key in self._grants if key[0] == grant.host and key[1] < grant.sweep - MAX_AHEAD - 1]:
             del self._grants[old]
 
@@ -228,6 +242,7 @@ class GrantKeeper:
         """Bring the facts up to date with the bucket, if they are older than `refresh_seconds`."""
         if time.monotonic() < self._fresh_until and self._head is not None:
             return self._head
+        self._on_the_way = None
         try:
             changed = poll_head(self._store, self._run, self._public_key, self._etag)
         except ObjectMissingError:

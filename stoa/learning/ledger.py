@@ -134,14 +134,16 @@ def decide(
     num_groups: int,
     now: float,
     num_kept: int = 0,
+    on_the_way: Outstanding | None = None,
 ) -> Decision:
     """The grant of (host, sweep): the one it has, else a new one of `num_groups` questions if there is room.
 
     num_kept: groups of room that are kept for others: a Mac that asks ahead must not take what an idle one could play.
+    on_the_way: `outstanding` of these facts where the caller has it: counting looks at every group of the window.
 
     The caller writes a new grant create-only and asks again if another grant took its place.
     """
-    on_the_way = outstanding(rule, facts, now)
+    on_the_way = on_the_way or outstanding(rule, facts, now)
     num_free = _room(rule, facts, on_the_way)
     for grant in facts.grants:
         if (grant.host, grant.sweep) == (host, sweep):

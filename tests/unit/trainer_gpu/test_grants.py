@@ -201,3 +201,15 @@ def test_sweep_played_ahead_is_not_over_while_a_later_one_is_granted(handle: Run
         assert len(ask(desk, "a", sweep, num=2).question_ids) == 2
     assert desk.on_the_way() == (8, 0)
     assert len(ask(desk, "a", 0, num=2).question_ids) == 2  # a session that was reset asks for it again
+
+
+def test_grants_given_between_two_looks_at_the_bucket_count_at_once(handle: RunHandle) -> None:
+    head(handle)
+    desk = GrantKeeper(handle.store, handle.config, handle.signer.public_key, QUESTIONS, refresh_seconds=3600.0)
+    assert [len(ask(desk, host, 0, num=6).question_ids) for host in ("a", "b", "c")] == [6, 6, 6]  # 12 of 16 are out: one sweep more
+    assert ask(desk, "d", 0).question_ids == ()
+    desk.host_left("a")
+    assert len(ask(desk, "d", 0, num=4).question_ids) == 4  # 12 are left, then 16
+    assert ask(desk, "e", 0).question_ids == ()
+    assert ask(desk, "a", 0).question_ids  # back, with what it had
+    assert desk.on_the_way() == (22, 0)
