@@ -20,6 +20,7 @@ from stoa.contracts.errors import (
     ObjectExistsError,
     ObjectMissingError,
     PreconditionError,
+    ServiceUnavailableError,
     SetupMissingError,
 )
 
@@ -81,15 +82,23 @@ def _keeps_conditions(store: Store, key: str) -> Finding:
 
 def check_permissions(scene: Scene) -> Finding | None:
     """A Mac's key may read versions; that of the run's home may write too, and sees no other bucket."""
-    store = scene.store
-    if store is None:
+    if scene.store is None:
         return None
-    if scene.is_home:
-        if is_loopback(store.settings.endpoint):
-            return good(PERMISSIONS, "a server on this machine: its key may do everything, and is no secret")
-        if _sees_other_buckets(scene):
-            return warn(PERMISSIONS, "this key lists every bucket of its account", f"make one for {store.settings.name} alone")
-        return good(PERMISSIONS, "read, write and delete, in this bucket only")
+    try:
+        return _of_home(scene, scene.store) if scene.is_home else _of_mac(scene, scene.store)
+    except (ServiceUnavailableError, SetupMissingError):
+        return None  # the bucket's own check says so
+
+
+def _of_home(scene: Scene, store: Store) -> Finding:
+    if is_loopback(store.settings.endpoint):
+        return good(PERMISSIONS, "a server on this machine: its key may do everything, and is no secret")
+    if _sees_other_buckets(scene):
+        return warn(PERMISSIONS, "this key lists every bucket of its account", f"make one for {store.settings.name} alone")
+    return good(PERMISSIONS, "read, write and delete, in this bucket only")
+
+
+def _of_mac(scene: Scene, store: Store) -> Finding:
     too_much = _too_much(store, scene.config.run)
     if too_much:
         return warn(PERMISSIONS, f"this Mac's key may also {too_much}", "a Mac needs to read only: ask for a token made by `stoa invite`")

@@ -21,7 +21,7 @@ from cli.doctor.finding import Finding
 from cli.doctor.scene import Scene
 from stoa.bucket.store import Store
 from stoa.config.load import PROJECT_ROOT, load_run
-from stoa.contracts.errors import AccessDeniedError, SetupMissingError
+from stoa.contracts.errors import AccessDeniedError, ServiceUnavailableError, SetupMissingError
 from tests.servers import MAC_CREDENTIALS
 from tests.unit.worker_mac.publishing import Publishing
 
@@ -97,6 +97,14 @@ def test_a_macs_key_that_may_more_is_a_warning_and_its_probe_is_removed(store: S
     found = bucket.check_permissions(scene_at(store, tmp_path, "mac"))
     assert found is not None and (found.verdict, found.found) == ("warn", "this Mac's key may also list, write, delete")
     assert names_of(store) == []
+
+
+def test_a_bucket_that_is_away_or_not_made_is_told_once(store: Store, tmp_path: Path) -> None:
+    config = load_run(None, ('bucket.endpoint="http://127.0.0.1:9"',), environ={})
+    away = Scene("mac", config, tmp_path, Store(config.bucket, MAC_CREDENTIALS))
+    with pytest.raises(ServiceUnavailableError):
+        bucket.check_bucket(away)
+    assert bucket.check_permissions(away) is None and bucket.check_bandwidth(away) is None
 
 
 def test_a_key_that_is_no_good_is_told_with_what_to_do(store: Store, tmp_path: Path) -> None:
@@ -190,7 +198,7 @@ def test_the_whole_of_it_passes_on_servers_that_are_set_up_in_less_than_ten_seco
     # Whoever else uses MLX on the machine of the test is a warning.
     assert (done.returncode, wrong) == (0, []), done.stderr
     assert {one["name"] for one in tree["checks"]} == {
-        "versions", "worker", "model", "disk", "memory", "power", "other programs", "self-test", "chat template", "temporal", "bucket",
-        "permissions", "clock", "bandwidth", "outbound only",
+        "versions", "worker", "model", "disk", "memory", "power", "other programs", "self-test", "kernels", "chat template", "temporal",
+        "bucket", "permissions", "clock", "bandwidth", "outbound only",
     }  # fmt: skip
     assert tree["seconds"] < 10.0
