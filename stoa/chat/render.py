@@ -1,17 +1,20 @@
 """Messages to token ids in the ChatML form of the LFM2 family, and ids back to text.
 
-Special ids are looked up by name in the checkpoint's tokenizer.json and nowhere written down. Text from outside (a
+The form is that of LFM2.5's chat template: tools are listed in the system message, calls stand between their markers, and
+of an assistant's thoughts only those after the last user message are shown again. Special ids are looked up by name in
+the checkpoint's tokenizer.json and nowhere written down. Text from outside (a
 question, a search result) can never become a special id. What has been sampled is never rendered here again: an
 episode grows by appending, so each prompt is an exact prefix of the next.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from tokenizers import Tokenizer
 
+from stoa.chat.tools import ToolCall, Value
 from stoa.contracts.errors import CheckpointError
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -19,12 +22,36 @@ Role = Literal["system", "user", "assistant", "tool"]
 GENERATION_ROLE = "assistant"
 
 
+_THOUGHT_OPEN, _THOUGHT_CLOSE = "<think>", "</think>"
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a dialogue. A tool's result has the role `tool`."""
+    """One message of a dialogue. A tool's result has the role `tool`; thoughts and calls are an assistant's."""
 
     role: Role
     content: str
+    thoughts: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+def system_message(text: str, tools: Sequence[Mapping[str, object]]) -> Message:
+    """The system message that lists these tools, each a JSON schema of a function, after the text."""
+    listed = ", ".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    break_ = "\n" if text and tools else ""
+    return Message("system", f"{text}{break_}List of tools: [{listed}]" if tools else text)
+
+
+def calls_text(calls: Sequence[ToolCall]) -> str:
+    """Calls as the policy writes them between the markers: `[search(query='a', n=3)]`, strings as they are."""
+    written = (f"{call.name}({', '.join(f'{key}={_value_text(value)}' for key, value in call.arguments.items())})" for call in calls)
+    return f"[{', '.join(written)}]"
+
+
+def _value_text(value: Value) -> str:
+    if isinstance(value, str):
+        return f"'{value}'"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +82,7 @@ class ChatRenderer:
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Ids of a new dialogue, ending where the policy's first turn begins."""
-        return (self.special.startoftext, *self._messages(messages), *self._opening())
+        return (self.special.startoftext, *self._messages(_as_shown(messages)), *self._opening())
 
     def follow(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Ids to append after a sampled turn that ended with `im_end`: the messages, then a new turn's beginning."""
@@ -77,11 +104,33 @@ class ChatRenderer:
         ids: list[int] = []
         for message in messages:
             ids.append(self.special.im_start)
-            # Role and content are one stretch of text between special tokens, so they are encoded as one.
-            ids.extend(self.encode(f"{message.role}\n{message.content}"))
+            # What stands between special tokens is one stretch of text, so it is encoded as one.
+            pieces: list[str | int] = [f"{message.role}\n"]
+            if message.thoughts:
+                pieces += [self._mark(_THOUGHT_OPEN), message.thoughts, self._mark(_THOUGHT_CLOSE)]
+            pieces.append(message.content)
+            if message.calls:
+                pieces += [self.special.tool_call_start, calls_text(message.calls), self.special.tool_call_end]
+            ids.extend(self._joined(pieces))
             ids.append(self.special.im_end)
             ids.extend(self._newline)
         return tuple(ids)
+
+    def _mark(self, mark: str) -> str | int:
+        """A thought's mark: one id where the checkpoint has it as a special token, text where it has not."""
+        found = self._tokenizer.token_to_id(mark)
+        return found if found in self._special_ids else mark
+
+    def _joined(self, pieces: Sequence[str | int]) -> list[int]:
+        ids: list[int] = []
+        text = ""
+        for piece in pieces:
+            if isinstance(piece, str):
+                text += piece
+                continue
+            ids += [*self.encode(text), piece]
+            text = ""
+        return [*ids, *self.encode(text)]
 
     def _opening(self) -> tuple[int, ...]:
         return (self.special.im_start, *self.encode(f"{GENERATION_ROLE}\n"))
@@ -94,6 +143,20 @@ class ChatRenderer:
                 hint="the chat format is that of LFM2 and LFM2.5; use a checkpoint of that family",
             )
         return found
+
+
+def _as_shown(messages: Sequence[Message]) -> list[Message]:
+    """A dialogue as the template shows it: no empty system message, no thoughts before the last user message."""
+    told = list(messages[1:] if messages and messages[0] == Message("system", "") else messages)
+    last_user = max((index for index, message in enumerate(told) if message.role == "user"), default=-1)
+    return [_without_thoughts(message) if index <= last_user else message for index, message in enumerate(told)]
+
+
+def _without_thoughts(message: Message) -> Message:
+    if message.role != "assistant":
+        return message
+    _, mark, rest = message.content.rpartition(_THOUGHT_CLOSE)
+    return replace(message, thoughts="", content=rest.strip() if mark else message.content)
 
 
 def _load(tokenizer_json: bytes) -> Tokenizer:

@@ -19,6 +19,8 @@ results = st.builds(Message, st.just("tool"), contents)
 
 def as_text(dialogue: list[Message]) -> str:
     """What the LFM2 family's chat template writes, with the opening of the next turn."""
+    if dialogue and dialogue[0] == Message("system", ""):
+        dialogue = dialogue[1:]
     body = "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in dialogue)
     return f"<|startoftext|>{body}<|im_start|>assistant\n"
 

@@ -1,0 +1,115 @@
+"""Our rendering against the checkpoint's own template: the one of LFM2.5 that trl ships, rendered by transformers."""
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from stoa.chat.render import ChatRenderer, Message, calls_text, system_message
+from stoa.chat.tools import ToolCall, Value, parse_calls
+from tests.unit.chat.conftest import SPECIAL, character_tokenizer
+
+NUM_DIALOGUES = 1000
+WORDS = ["gene", "Crohn's", "a=b", "[x]", "{y}", '"quoted"', "3 < 4", "\\alpha", "line\nbreak", "List of tools: [", ", ", "\ttab", "0.5"]
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Find abstracts; at most 3 <b>each</b>.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}, "n": {"type": "integer"}}, "required": ["query"]},
+    },
+}
+
+
+def template() -> str:
+    spec = importlib.util.find_spec("trl")  # its templates are files; the package itself is not imported
+    assert spec is not None
+    assert spec.origin is not None
+    return (Path(spec.origin).parent / "chat_templates/lfm2_2_5_v2.jinja").read_text()
+
+
+@pytest.fixture(scope="module", params=[SPECIAL, (*SPECIAL, "<think>", "</think>")], ids=["thoughts as text", "thoughts as tokens"])
+def pair(request: pytest.FixtureRequest) -> tuple[ChatRenderer, PreTrainedTokenizerFast]:
+    tokenizer: Tokenizer = character_tokenizer(request.param)
+    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|startoftext|>", chat_template=template())
+    return ChatRenderer(tokenizer.to_str().encode()), reference
+
+
+def text(draw: random.Random) -> str:
+    return " ".join(draw.choices(WORDS, k=draw.randrange(5)))
+
+
+def value(draw: random.Random) -> Value:
+    kinds: list[Value] = [text(draw), draw.randrange(100), 0.25, True, None, ["a", 1], {"k": "v", "n": [1, 2]}]
+    return draw.choice(kinds)
+
+
+def as_asked(message: Message) -> dict[str, Any]:
+    """A message as transformers takes it."""
+    asked: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.thoughts:
+        asked["thinking"] = message.thoughts
+    if message.calls:
+        asked["tool_calls"] = [{"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in message.calls]
+    return asked
+
+
+def dialogue(draw: random.Random, sayings: list[str]) -> tuple[str, list[dict[str, Any]], list[Message]]:
+    """System text, tools, and the messages after it: users, thoughts, one or two calls, results."""
+    messages: list[Message] = []
+    for _ in range(draw.randrange(1, 4)):
+        messages.append(Message("user", text(draw)))
+        for _ in range(draw.randrange(3)):
+            names = draw.sample(["query", "n", "deep"], k=draw.randrange(4))
+            calls = tuple(ToolCall("search", {name: value(draw) for name in names}) for _ in range(draw.randrange(3)))
+            said = draw.choice(["", text(draw), *sayings])
+            messages.append(Message("assistant", said, thoughts=draw.choice(["", "Hm.\n" + text(draw)]), calls=calls))
+            messages.extend(Message("tool", text(draw)) for _ in calls)
+    return draw.choice(["", text(draw), "Be brief."]), [SEARCH] * draw.randrange(3), messages
+
+
+def test_a_thousand_dialogues_are_those_of_the_checkpoints_template(pair: tuple[ChatRenderer, PreTrainedTokenizerFast]) -> None:
+    renderer, reference = pair
+    draw = random.Random(20260715)
+    # A mark that is only spelled stays text here; transformers would make it a token.
+    spelled = "</think>" not in reference.get_vocab()
+    sayings = ["old </think>  after "] if spelled else []
+    for _ in range(NUM_DIALOGUES // 2):
+        system, tools, messages = dialogue(draw, sayings)
+        asked: Any = [{"role": "system", "content": system}, *map(as_asked, messages)]
+        wanted = reference.apply_chat_template(
+            asked, tools=cast("Any", tools or None), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        given = [system_message(system, tools), *messages]
+        assert list(renderer.prompt(given)) == wanted, json.dumps(asked)
+
+
+def test_an_episode_grown_by_appending_is_the_templates_dialogue(pair: tuple[ChatRenderer, PreTrainedTokenizerFast]) -> None:
+    """Thoughts stay inside a sampled turn: with one user message the template keeps all of them too."""
+    renderer, reference = pair
+    messages = [Message("user", "Which gene?")]
+    ids = list(renderer.prompt([system_message("", [SEARCH]), *messages]))
+    for turn in range(2):
+        before = list(ids)
+        said = Message("assistant", "", thoughts=f"Look {turn}.", calls=(ToolCall("search", {"query": "x"}),))
+        body = list(renderer.prompt([Message("user", ""), said]))[len(renderer.prompt([Message("user", "")])) :]
+        ids += body[: body.index(renderer.special.im_end) + 1]
+        ids += renderer.follow([Message("tool", "found")])
+        messages += [said, Message("tool", "found")]
+        assert ids[: len(before)] == before
+    wanted = reference.apply_chat_template(
+        cast("Any", list(map(as_asked, messages))), tools=[SEARCH], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert ids == wanted
+
+
+def test_what_is_written_as_calls_is_read_as_the_same_calls() -> None:
+    draw = random.Random(7)
+    for _ in range(200):
+        calls = tuple(ToolCall("search", {"query": f"Crohn's {draw.randrange(9)}", "n": draw.randrange(9), "all": True}) for _ in range(2))
+        assert parse_calls(calls_text(calls)) == calls
