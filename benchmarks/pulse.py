@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from benchmarks import pulse_full
+from benchmarks import pulse_full, pulse_join
 from benchmarks.pulse_baselines import flat_sign_zstd, public_pulse, read_public_pulse, sign_zstd
 from benchmarks.pulse_masters import RATIOS, Masters, scaled_layout
 from stoa.weights import grid
@@ -180,6 +180,7 @@ def measure(num_experts: int, num_versions: int) -> dict[str, object]:
         "measured_codes": layout.num_codes,
         "scaled_to_codes": SCALED_CODES,
         "rate": RATE,
+        **pulse_join.measure(),
     }
 
 

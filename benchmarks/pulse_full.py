@@ -2,13 +2,14 @@
 
     python -m benchmarks.pulse --full
 
-Publisher, cold join and re-join are processes of their own, one after the other, so that each has its own peak of
-memory. The first version quantises float32 masters; later changes are drawn directly on the codes, 0.5 % each. Nothing
-is sampled from: joins end with verified weights in memory.
+Publisher and joins are processes of their own, one after the other, so that each has its own peak of memory. The first
+version quantises float32 masters; later changes are drawn directly on the codes, 0.5 % each. A Mac joins over a link of
+1 Gbit/s, and once more with the anchor on its disk, each to the first sampled token (`pulse_join.py`); another process
+joins on loopback as fast as this machine goes, and takes ten versions at once.
 """
 
 import json
-import resource
+import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.proxy import Faults
+from benchmarks.pulse_join import far, join_apart, peak_bytes
 from benchmarks.pulse_masters import LFM25, full_layout
 from benchmarks.servers import CREDENTIALS, bucket_store
 from stoa.bucket import keys
@@ -33,7 +36,7 @@ from stoa.bucket.store import Store
 from stoa.config.run import Bucket, Learning, RunConfig
 from stoa.contracts.errors import DiskFullError
 from stoa.weights import grid
-from stoa.weights.history import manifest_of
+from stoa.weights.history import NUM_READERS, manifest_of
 from stoa.weights.layout import Layout
 from stoa.weights.snapshot import Masters
 from stoa.weights.sync import Publisher, Puller
@@ -41,6 +44,8 @@ from stoa.weights.sync import Publisher, Puller
 NEEDED_BYTES: Final = 40_000_000_000
 RUN: Final = "rehearsal"
 RATE: Final = 0.005
+LINK: Final = Faults(link_rate=125e6, latency_seconds=0.02)
+"""1 Gbit/s, 20 ms."""
 PART_BYTES: Final = 128 << 20
 _SIGNER: Final = Signer.from_seed(bytes(32))
 
@@ -53,11 +58,68 @@ def rehearse(folder: Path | None, num_deltas: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=folder) as scratch, bucket_store(Path(scratch)) as store:
         arguments = [store.settings.endpoint, store.settings.name, scratch, str(num_deltas)]
         published = _process("publish", arguments)
-        line_rate = _line_rate(store)
-        joined = _process("join", arguments)
-        again = _process("rejoin", arguments)
-        fraction = joined["join_bytes"] / line_rate / joined["cold_join_seconds"]
-        return {**published, **joined, **again, "line_bytes_per_second": line_rate, "cold_join_line_rate_fraction": fraction}
+        loopback = {"loopback_bytes_per_second": _line_rate(store), **_process("update", arguments)}
+        shutil.rmtree(Path(scratch) / "mac")
+        return {**published, **loopback, **_joins(store, Path(scratch) / "mac", num_deltas)}
+
+
+def _joins(store: Store, folder: Path, num_deltas: int) -> dict[str, Any]:
+    """A Mac's cold join over the link, and its re-join with the anchor and half of the deltas on disk."""
+    with far(store, LINK) as endpoint:
+        link = store.settings.model_copy(update={"endpoint": endpoint})
+        attainable = _line_rate(Store(link, CREDENTIALS, patience_seconds=60.0))
+        _say("joining over the link")
+        cold = join_apart(link, RUN, folder)
+        for path in (folder / "deltas").iterdir():
+            if int(path.name[9:17]) > num_deltas // 2:
+                path.unlink()
+        _forget_pages(folder)
+        _say("joining again")
+        again = join_apart(link, RUN, folder)
+    return {
+        "cold_join_seconds": cold.token_seconds,
+        "cold_join_weights_seconds": cold.weights_seconds,
+        "join_bytes": cold.num_bytes,
+        "cold_join_line_rate_fraction": cold.num_bytes / LINK.link_rate / cold.token_seconds,
+        "cold_join_weights_line_rate_fraction": cold.num_bytes / LINK.link_rate / cold.weights_seconds,
+        "join_link_bytes_per_second": LINK.link_rate,
+        "join_link_attainable_fraction": attainable / LINK.link_rate,
+        "rejoin_seconds": again.token_seconds,
+        "rejoin_weights_seconds": again.weights_seconds,
+        "rejoin_bytes": again.num_bytes,
+        "rejoin_disk_seconds": _disk_seconds(folder / "anchors"),
+        "mac_peak_bytes": max(cold.peak_bytes, again.peak_bytes),
+        "joins_verified": cold.verified and again.verified,
+    }
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def _forget_pages(folder: Path) -> None:
+    """Let the system drop what it keeps of these files in memory, where it lets one ask."""
+    if hasattr(os, "posix_fadvise"):
+        os.sync()
+        for path in folder.rglob("*.safetensors"):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _disk_seconds(folder: Path) -> float:
+    """Plain reads of the same files, as many at once, from disk: what any re-join takes at least."""
+    _forget_pages(folder)
+
+    def read(path: Path) -> None:
+        buffer = bytearray(1 << 20)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        list(pool.map(read, sorted(folder.rglob("*.safetensors"))))
+    return time.monotonic() - started
 
 
 def _process(what: str, arguments: list[str]) -> dict[str, Any]:
@@ -65,10 +127,6 @@ def _process(what: str, arguments: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.pulse_full", what, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.strip().rpartition("\n")[2])
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _first_masters(layout: Layout) -> Masters:
@@ -135,7 +193,7 @@ def _publish(store: Store, scratch: Path, num_deltas: int) -> dict[str, Any]:
         else:
             seconds.append(manifest_of(store, document, head).stats.seconds)
             sizes.append(prepared.delta_bytes)
-        print(f"version {version} after {time.monotonic() - started:.1f} s, peak {_peak_bytes() / 1e9:.2f} GB", file=sys.stderr, flush=True)
+        print(f"version {version} after {time.monotonic() - started:.1f} s, peak {peak_bytes() / 1e9:.2f} GB", file=sys.stderr, flush=True)
     publisher.background.flush(600)
     publisher.close()
     stages = {f"publish_{stage}_seconds": median(found[stage] for found in seconds) for stage in seconds[0]}
@@ -147,8 +205,8 @@ def _publish(store: Store, scratch: Path, num_deltas: int) -> dict[str, Any]:
         "first_version_seconds": anchor_seconds,
         "delta_bytes": median(sizes),
         **stages,
-        "publisher_peak_bytes": _peak_bytes(),
-        "publisher_peak_above_mirror_bytes": _peak_bytes() - mirror,
+        "publisher_peak_bytes": peak_bytes(),
+        "publisher_peak_above_mirror_bytes": peak_bytes() - mirror,
     }
 
 
@@ -161,8 +219,8 @@ def _line_rate(store: Store) -> float:
     return num_bytes / (time.monotonic() - started)
 
 
-def _join(store: Store, scratch: Path, num_deltas: int) -> dict[str, Any]:
-    """Cold join half way up, then the update to the newest version in place."""
+def _update(store: Store, scratch: Path, num_deltas: int) -> dict[str, Any]:
+    """A join half way up, as fast as this machine goes, then the update to the newest version in place."""
     document = read_run(store, RUN)
     head, _ = read_head(store, RUN, document.public_key)
     puller = Puller(store, document, scratch / "mac")
@@ -176,36 +234,21 @@ def _join(store: Store, scratch: Path, num_deltas: int) -> dict[str, Any]:
     applied = time.monotonic()
     puller.verify(staged, state)
     return {
-        "cold_join_seconds": joined - started,
-        "join_bytes": join_bytes,
+        "loopback_join_seconds": joined - started,
+        "loopback_join_bytes": join_bytes,
         "update_versions": num_deltas - num_deltas // 2,
         "update_bytes": staged.num_bytes,
         "update_stage_seconds": staged_at - joined,
         "update_changes": sum(hop.ref.num_changed for hop, _ in staged.deltas),
         "update_pause_seconds": applied - staged_at,
         "update_verify_seconds": time.monotonic() - applied,
-        "joiner_peak_bytes": _peak_bytes(),
-        "joiner_peak_above_weights_bytes": _peak_bytes() - puller.layout.num_bytes,
+        "joiner_peak_bytes": peak_bytes(),
+        "joiner_peak_above_weights_bytes": peak_bytes() - puller.layout.num_bytes,
     }
-
-
-def _rejoin(store: Store, scratch: Path, num_deltas: int) -> dict[str, Any]:
-    """A process that starts with what the one before left on disk, less the newest version's way."""
-    for path in (scratch / "mac" / "deltas").iterdir():
-        if int(path.name[9:17]) > num_deltas // 2:
-            path.unlink()
-    document = read_run(store, RUN)
-    head, _ = read_head(store, RUN, document.public_key)
-    puller = Puller(store, document, scratch / "mac")
-    started = time.monotonic()
-    state = puller.join(head)
-    seconds = time.monotonic() - started
-    expected = manifest_of(store, document, head).state_id
-    return {"rejoin_seconds": seconds, "rejoin_bytes": puller.bytes_downloaded, "verified": state.state_id() == expected}
 
 
 if __name__ == "__main__":
     what, endpoint, name, scratch, num_deltas = sys.argv[1:]
     store = Store(Bucket(endpoint=endpoint, name=name, head_interval_seconds=0.0), CREDENTIALS, patience_seconds=600.0)
-    part = {"publish": _publish, "join": _join, "rejoin": _rejoin}[what]
+    part = {"publish": _publish, "update": _update}[what]
     print(json.dumps(part(store, Path(scratch), int(num_deltas))))

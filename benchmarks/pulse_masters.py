@@ -31,6 +31,10 @@ LFM25: Final = {
     "num_key_value_heads": 8,
     "use_expert_bias": True,
     "conv_L_cache": 3,
+    "conv_bias": False,
+    "norm_eps": 1e-5,
+    "norm_topk_prob": True,
+    "rope_parameters": {"rope_theta": 5_000_000.0, "rope_type": "default"},
     "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
 }
 
