@@ -86,7 +86,7 @@ def play(qualities: Sequence[Quality], *, full_sync: bool, warm_seconds: float, 
         plant.start_trainer("trainer")
         lines = [plant.lines.lay(quality) for quality in qualities]
         for number, line in enumerate(lines):
-            plant.start_mac(f"mac-{number + 1}", Play(SWEEP_SECONDS, jitter=0.1, full_sync=full_sync), line=line)
+            plant.start_mac(f"mac-{number + 1}", Play(SWEEP_SECONDS, jitter=0.05, full_sync=full_sync), line=line)
         _await_step(plant)
         time.sleep(warm_seconds)
         began, carried = time.time(), [asdict(line.carried) for line in lines]
@@ -111,9 +111,9 @@ def _read(plant: Plant, lines: Sequence[Line], carried: Sequence[dict[str, int]]
     steps = [row for row in record.steps if began <= row.started_at < ended]
     waits, busy = sum(row.wait_seconds for row in steps), sum(row.train_seconds for row in steps)
     ages = [row.version - keys.parse_group(key).version for row in steps for key in row.consumed]
-    arrived = [one for one in plant.store.list(keys.groups_prefix(RUN)) if began <= one.modified_at < ended]
     hourly = 3600.0 / (ended - began)
-    sweeps = [line for line in _diaries(plant) if began <= line["ended_at"] < ended]
+    diaries = [[line for line in one if began <= line["ended_at"] < ended] for one in _diaries(plant)]
+    sweeps = [line for one in diaries for line in one]
     now = [asdict(line.carried) for line in lines]
 
     def grown(name: str) -> int:
@@ -121,7 +121,7 @@ def _read(plant: Plant, lines: Sequence[Line], carried: Sequence[dict[str, int]]
 
     latencies = [line["pull_latency_seconds"] for line in sweeps if line["pull_latency_seconds"] > 0]
     return Found(
-        round(len(arrived) * hourly, 1),
+        round(sum(map(groups_per_hour, diaries)), 1),
         len(steps),
         round(waits / max(1e-9, waits + busy), 4),
         round(statistics.fmean(ages), 3) if ages else -1.0,
@@ -136,9 +136,17 @@ def _read(plant: Plant, lines: Sequence[Line], carried: Sequence[dict[str, int]]
     )
 
 
-def _diaries(plant: Plant) -> list[dict[str, Any]]:
-    paths = plant.folder.glob(f"state/*/runs/{RUN}/sweeps.jsonl")
-    return [json.loads(line) for path in paths for line in path.read_text("ascii").splitlines()]
+def groups_per_hour(sweeps: Sequence[dict[str, Any]]) -> float:
+    """Of one Mac: groups of all its sweeps but the first, over the time between the ends of first and last."""
+    if len(sweeps) < 2:
+        return 0.0
+    first, *rest = sorted(sweeps, key=lambda line: line["ended_at"])
+    return 3600.0 * sum(line["groups"] for line in rest) / (rest[-1]["ended_at"] - first["ended_at"])
+
+
+def _diaries(plant: Plant) -> list[list[dict[str, Any]]]:
+    paths = sorted(plant.folder.glob(f"state/*/runs/{RUN}/sweeps.jsonl"))
+    return [[json.loads(line) for line in path.read_text("ascii").splitlines()] for path in paths]
 
 
 def measure(minutes: float, seed: int, keep: Path | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 
+from benchmarks.network import groups_per_hour, home_line
 from benchmarks.network_link import Lines, Quality
 
 
@@ -126,3 +127,17 @@ def test_line_drops_and_stalls_by_chance(echo: str) -> None:
         while not (line.carried.num_drops > 2 and line.carried.num_stalls > 2):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_home_line_takes_of_compressed_time_what_the_real_one_takes_of_real_time() -> None:
+    line = home_line(36_000_000, 0)
+    # 8.82 GB at 12.5 MB/s take 705.6 s of real time; sweeps of 20 s stand for 180 s.
+    assert 36e6 / line.down_rate == pytest.approx(705.6 / 9)
+    assert line.down_rate / line.up_rate == pytest.approx(5.0)
+    assert line.round_trip_seconds == 0.15
+
+
+def test_groups_per_hour_are_counted_between_the_ends_of_sweeps() -> None:
+    sweeps = [{"ended_at": at, "groups": 4} for at in (140.0, 100.0, 120.0)]
+    assert groups_per_hour(sweeps) == 3600 * 8 / 40
+    assert groups_per_hour(sweeps[:1]) == 0.0
