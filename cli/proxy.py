@@ -12,6 +12,7 @@ import signal
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
@@ -42,6 +43,8 @@ MAX_REPLY_BYTES: Final = 4 << 20
 MAX_OPEN_CALLS: Final = 20_000
 STRANGERS: Final = Rates(calls_per_second=5.0, burst_calls=20.0, open_calls=20)
 """Of one address, for calls without a good pass."""
+SELDOM: Final = Rates(calls_per_second=0.5, burst_calls=20.0, open_calls=4)
+"""Of one Mac, for hellos and the ends of sweeps: each makes a session and the control process work."""
 _PASSED_ON: Final = ("client-name", "client-version", "supported-server-versions", "supported-features", "temporal-namespace")
 _QUIET_SECONDS: Final = 1.0
 """One caller's refusals are logged at most so often."""
@@ -64,6 +67,7 @@ class Listening:
     tls: Tls | None = None
     is_open: bool = False
     rates: Rates = field(default_factory=Rates)
+    seldom: Rates = SELDOM
 
 
 class Proxy:
@@ -77,7 +81,7 @@ class Proxy:
             )
         self._run, self._revoked, self._listening = run, revoked, listening
         self._passes = Passes(run, public_key, revoked.known)
-        self._limiter, self._strangers = Limiter(listening.rates), Limiter(STRANGERS)
+        self._limiter, self._seldom, self._strangers = Limiter(listening.rates), Limiter(listening.seldom), Limiter(STRANGERS)
         self._logged: OrderedDict[str, float] = OrderedDict()
         self._server: grpc.aio.Server | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -158,8 +162,11 @@ class Proxy:
         try:
             with self._limiter.call(caller.invite):
                 method, request = understand(path, data, caller, self._place)
-                metadata = tuple((key, value) for key, value in context.invocation_metadata() if key in _PASSED_ON)
-                return await self._pass_on(path, request, _seconds(context, method), metadata)
+                with self._seldom.call(caller.invite) if method.is_seldom else nullcontext():
+                    reply = await self._pass_on(path, request, _seconds(context, method), _told(context))
+                if method.waits:  # a task that came after a revocation is kept: there are tickets in it
+                    self._passes.known(context.invocation_metadata())
+                return reply
         except RefusedError as refusal:
             return await self._refuse(context, refusal, name, caller.host)
         except grpc.aio.AioRpcError as error:
@@ -220,6 +227,11 @@ async def serve_until_told(proxy: Proxy, address: str, namespace: str, access: A
         await stop.wait()
     finally:
         await proxy.stop()
+
+
+def _told(context: Any) -> tuple[tuple[str, str], ...]:
+    """What the server is told of the caller's client."""
+    return tuple((key, value) for key, value in context.invocation_metadata() if key in _PASSED_ON)
 
 
 def _seconds(context: Any, method: Method) -> float:

@@ -67,6 +67,8 @@ class Method:
     max_bytes: int = _SMALL_BYTES
     waits: bool = False
     """A long poll."""
+    is_seldom: bool = False
+    """An honest Mac calls it a few times a minute at most, and each call makes work for others: told apart for its rate."""
 
 
 def understand(path: str, data: bytes, caller: Pass, place: Place) -> tuple[Method, bytes]:
@@ -222,11 +224,15 @@ METHODS: Final[Mapping[str, Method]] = {
         waits=True,
     ),
     "RecordActivityTaskHeartbeat": Method(RecordActivityTaskHeartbeatRequest, _own_task, _TASK | {"details"}),
-    "RespondActivityTaskCompleted": Method(RespondActivityTaskCompletedRequest, _own_task, _TASK | {"result"}, MAX_REQUEST_BYTES),
-    "RespondActivityTaskFailed": Method(
-        RespondActivityTaskFailedRequest, _own_task, _TASK | {"failure", "last_heartbeat_details"}, MAX_REQUEST_BYTES
+    "RespondActivityTaskCompleted": Method(
+        RespondActivityTaskCompletedRequest, _own_task, _TASK | {"result"}, MAX_REQUEST_BYTES, is_seldom=True
     ),
-    "RespondActivityTaskCanceled": Method(RespondActivityTaskCanceledRequest, _own_task, _TASK | {"details"}, MAX_REQUEST_BYTES),
+    "RespondActivityTaskFailed": Method(
+        RespondActivityTaskFailedRequest, _own_task, _TASK | {"failure", "last_heartbeat_details"}, MAX_REQUEST_BYTES, is_seldom=True
+    ),
+    "RespondActivityTaskCanceled": Method(
+        RespondActivityTaskCanceledRequest, _own_task, _TASK | {"details"}, MAX_REQUEST_BYTES, is_seldom=True
+    ),
     "RecordWorkerHeartbeat": Method(
         RecordWorkerHeartbeatRequest,
         _worker_heartbeat,
@@ -247,10 +253,12 @@ METHODS: Final[Mapping[str, Method]] = {
             | {"workflow_id_reuse_policy", "workflow_id_conflict_policy"}
         ),
         MAX_REQUEST_BYTES,
+        is_seldom=True,
     ),
     "SignalWorkflowExecution": Method(
         SignalWorkflowExecutionRequest,
         _goodbye,
         frozenset({"namespace", "workflow_execution", "signal_name", "input", "identity", "request_id"}),
+        is_seldom=True,
     ),
 }

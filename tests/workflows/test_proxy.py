@@ -268,7 +268,7 @@ def forbidden(world: World, client: Client, invite: Invite, other_task: bytes, c
 async def test_more_than_fifty_calls_are_refused_and_change_nothing(temporal_server: TemporalServer, store: Store) -> None:
     """Every call carries a good pass; what it asks is not for Macs, or not for this one."""
     rates = Rates(calls_per_second=1000.0, burst_calls=1000.0)
-    async with world_of(temporal_server, store, Listening("127.0.0.1:0", rates=rates)) as world:
+    async with world_of(temporal_server, store, Listening("127.0.0.1:0", rates=rates, seldom=rates)) as world:
         invite, neighbour = world.invite(), world.invite("mac-2")
         client, other, held = await world.client(invite), await world.client(neighbour), Sweeps()
         held.hold.clear()
@@ -353,6 +353,31 @@ async def test_too_many_calls_are_told_to_slow_down_and_others_are_not(temporal_
         await asyncio.wait(polls)
         # A caller that hangs up frees its place, and its poll at the server.
         await until(lambda: not any(use.num_open for use in world.proxy._limiter._uses.values()))
+
+
+async def test_hellos_and_ends_of_sweeps_are_seldom(temporal_server: TemporalServer, store: Store) -> None:
+    seldom = Rates(calls_per_second=0.01, burst_calls=5.0, open_calls=4)
+    async with world_of(temporal_server, store, Listening("127.0.0.1:0", seldom=seldom)) as world:
+        invite = world.invite()
+        client = await world.client(invite)
+        found = [await status_of(say_hello(client, invite)) for _ in range(6)]
+        assert [status for status, _ in found] == [None] * 5 + [RPCStatusCode.RESOURCE_EXHAUSTED]
+        assert (await status_of(client.workflow_service.describe_namespace(api.DescribeNamespaceRequest(namespace=world.mac))))[0] is None
+
+
+async def test_a_task_that_comes_after_a_revocation_is_not_handed_on(temporal_server: TemporalServer, store: Store) -> None:
+    async with world_of(temporal_server, store) as world:
+        invite = world.invite()
+        client = await world.client(invite)
+        poll = api.PollActivityTaskQueueRequest(namespace=world.mac, task_queue={"name": names.mac_queue("demo", "mac-1")})
+        polling = asyncio.create_task(status_of(client.workflow_service.poll_activity_task_queue(poll)))
+        await until(lambda: any(use.num_open for use in world.proxy._limiter._uses.values()))
+        await say_hello(client, invite)
+        revoke(store, SIGNER, "demo", "mac-1", "in the middle")
+        await asyncio.to_thread(world.proxy._revoked.look)
+        async with make_worker(world.owner, names.control_queue("demo"), workflows=[PlainSession]):
+            status, said = await asyncio.wait_for(polling, 20)
+        assert (status, said) == (RPCStatusCode.PERMISSION_DENIED, "mac-1 was revoked: in the middle")
 
 
 async def test_strangers_are_slowed_down_by_address(temporal_server: TemporalServer, store: Store) -> None:
