@@ -74,6 +74,7 @@ def test_workers_that_came_first_work_once_a_run_is_there_and_a_stopped_run_goes
         assert "ended at step 4, version 1" in first.stderr
 
         wait_until(lambda: "worker_ended" in (tmp_path / "mac.log").read_text(), 30)
+        assert "goodbye_failed" not in (tmp_path / "mac.log").read_text()
         worker(stack, "worker_mac.worker", env, tmp_path / "mac2.log")
         other = stoa(env, "run", "--resume", *SHORT, "--set", "learning.learning_rate=0.5")
         assert other.returncode == 2
