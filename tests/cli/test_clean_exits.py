@@ -1,0 +1,78 @@
+"""Every command that connects ends with 0 and without a word on stderr, time after time, while a run is there.
+
+The SDK's threads may call into an interpreter that is being taken down, which then aborts: each command must end before.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cli.test_services import Server, services, stoa  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(280)]
+RUN = "exits"
+TIMES = 10
+"""Of the command that people call most; the others are called fewer times each."""
+
+
+@pytest.fixture(scope="module")
+def running(services: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:  # noqa: F811
+    """A run whose workflow answers: its control process is there, its trainer and Macs are not."""
+    path = tmp_path_factory.mktemp("exits") / "run.toml"
+    path.write_text(f'run = "{RUN}"\n')
+    started = stoa("run", str(path), "--detach", env=services.env)
+    assert started.returncode == 0, started.stderr
+    log = path.parent / "control.log"
+    command = [sys.executable, "-m", "trainer_gpu.control", str(path)]
+    with log.open("ab") as output:
+        control = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=services.env)
+    for _ in range(60):
+        status = stoa("status", RUN, "--json", env=services.env)
+        if status.returncode == 0 and "trainer" in json.loads(status.stdout)["waiting_for"]:
+            break
+        time.sleep(0.5)
+    else:
+        raise AssertionError(status.stderr + status.stdout + log.read_text())
+    yield services
+    assert control.stdin is not None
+    control.stdin.close()
+    assert control.wait(30) == 0
+
+
+def clean(done: subprocess.CompletedProcess[str]) -> str:
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
+
+
+def test_status_ends_cleanly_time_after_time(running: Server) -> None:
+    for _ in range(TIMES):
+        assert f"waiting for a trainer on queue gpu-{RUN}" in clean(stoa("status", RUN, env=running.env))
+
+
+@pytest.mark.parametrize(
+    ("commands", "words"),
+    [
+        ([("fleet", RUN)], "has no Macs"),
+        ([("pause", RUN), ("resume", RUN)], f"run {RUN} "),
+        ([("anchors", RUN, "--every", "7")], "at least every 7 versions"),
+        ([("quarantine", RUN, "mac-1", "--reason", "a test"), ("quarantine", RUN, "mac-1", "--release")], "groups of mac-1"),
+        ([("drain", RUN, "mac-1")], "lets mac-1 finish its sweep"),
+        ([("setup",)], "/stoa: ready"),
+    ],
+    ids=lambda value: value[0][0] if isinstance(value, list) else "",
+)
+def test_commands_end_cleanly(running: Server, commands: list[tuple[str, ...]], words: str) -> None:
+    for command in commands:
+        assert words in clean(stoa(*command, env=running.env))
+
+
+def test_stop_of_a_run_without_macs_or_trainer_is_prompt(running: Server) -> None:
+    began = time.monotonic()
+    assert "is ending" in clean(stoa("stop", RUN, env=running.env))
+    while json.loads(clean(stoa("status", RUN, "--json", env=running.env)))["state"] != "stopped":
+        assert time.monotonic() - began < 45
+        time.sleep(1)
