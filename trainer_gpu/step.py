@@ -26,7 +26,7 @@ from trainer_gpu.parallel import Trainable
 from trainer_gpu.rows import Row, rows_of_rank
 
 COMPARE_EVERY_STEPS: Final = 4
-"""How often one row is also run with the router's own choice of experts, where the sampler's is replayed."""
+"""How often what takes time is measured: the update's norm, and a row with the router's own choice beside the sampler's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def optimizer_step(
     trainable.set_learning_rate(rate)
     losses = _losses(trainable.model, rows, learning, denominator, seen, on_row)
     grad_norm = trainable.step(losses)
-    update_norm = trainable.update_norm()
+    moved = {"update_norm": trainable.update_norm()} if _is_compared(step) else {}
     parts = host.collect((seen, [origin for row in rows for origin in row.origins], replay))
     if not parts:
         return StepOutcome({}, 0, {})
@@ -84,7 +84,7 @@ def optimizer_step(
         **replay_metrics([row for _, _, replay in parts for row in replay]),
         "infra_fault_rate": 1.0 - sum(len(group.episodes) for group in groups) / planned_sequences,
         "grad_norm": grad_norm,
-        "update_norm": update_norm,
+        **moved,
         "learning_rate": rate,
         "num_rows": float(sum(len(seen) for seen, _, _ in parts)),
     }

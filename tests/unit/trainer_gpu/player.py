@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from environments import registry
 from environments.base import Environment
 from stoa.rollouts.records import Episode, Fingerprint, Group, Turn
+from trainer_gpu import host
 from trainer_gpu.model import forward_packed
 
 POLICY = Path(__file__).parents[3] / "environments" / "search" / "policy"
@@ -49,7 +50,7 @@ def play(model: GPTModel, environment: Environment, question_ids: list[str], *, 
     while active := [p for p in plays if not p.reason]:
         lens = [len(p.ids) for p in active]
         with torch.no_grad():
-            logits = forward_packed(model, torch.tensor([i for p in active for i in p.ids]), lens)
+            logits = forward_packed(model, torch.tensor([i for p in active for i in p.ids], device=host.device()), lens).cpu()
         log_p = torch.log_softmax(logits[torch.tensor(lens).cumsum(0) - 1], -1)
         tokens = torch.multinomial(log_p.exp(), 1, generator=draw).squeeze(1)
         for p, token, row in zip(active, tokens.tolist(), log_p, strict=True):

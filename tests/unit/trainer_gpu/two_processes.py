@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def row(lengths: tuple[int, ...]) -> torch.Tensor:
     draw = torch.Generator().manual_seed(len(lengths))
-    return torch.randint(0, checkpoints.VOCAB, (sum(lengths),), generator=draw)
+    return torch.randint(0, checkpoints.VOCAB, (sum(lengths),), generator=draw).to(host.device())
 
 
 def step(trainable: Trainable, rows: tuple[tuple[int, ...], ...]) -> float:
