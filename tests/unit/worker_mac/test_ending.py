@@ -17,8 +17,10 @@ import pytest
 from stoa.bucket.store import Store
 from stoa.config.host import MacHost
 from stoa.config.load import LOOPBACK_KEY, LOOPBACK_SECRET, PROJECT_ROOT, Credentials, load_run
+from stoa.contracts.access import PLAIN
 from worker_mac.ending import LEAVE_SECONDS, LastCall
 from worker_mac.identity import Identity
+from worker_mac.invited import Entry
 from worker_mac.panics import PanicLog
 from worker_mac.power import Senses
 from worker_mac.sleeps import NoSleeps
@@ -60,9 +62,10 @@ def test_a_worker_that_hangs_on_a_silent_bucket_is_gone_within_ten_seconds(tmp_p
 def worker(tmp_path: Path) -> _Worker:
     config = load_run(None, environ={})
     identity = Identity(tmp_path, "mac-1")
-    store = Store(config.bucket, Credentials(LOOPBACK_KEY, LOOPBACK_SECRET))
+    entry = Entry(config, Credentials(LOOPBACK_KEY, LOOPBACK_SECRET), PLAIN)
+    store = Store(config.bucket, entry.credentials)
     options = Options(None, tmp_path, "mac-1", "")
-    return _Worker(config, identity, options, MacHost(unload_minutes=0.5), store, PanicLog(tmp_path), NoSleeps())
+    return _Worker(entry, identity, options, MacHost(unload_minutes=0.5), store, PanicLog(tmp_path), NoSleeps())
 
 
 def unload(worker: _Worker, *, holds_weights: bool = True) -> bool:
