@@ -25,7 +25,7 @@ from temporalio.runtime import Runtime
 from temporalio.service import KeepAliveConfig, RPCError, RPCStatusCode, TLSConfig
 from temporalio.worker import Worker
 
-from activities.watch import SILENT_SECONDS, WATCH_SECONDS, WatchedRuntime
+from activities.watch import SILENT_SECONDS, WATCH_SECONDS, WatchedRuntime, end_if_hung
 from stoa.contracts import names
 from stoa.contracts.access import PLAIN, Access
 from stoa.contracts.errors import (
@@ -301,12 +301,18 @@ def make_worker(
     )
 
 
-async def supervise(make: Callable[[], Awaitable[Worker]], stop: asyncio.Event, *, max_failures: int = 10) -> None:
+async def supervise(
+    make: Callable[[], Awaitable[Worker]],
+    stop: asyncio.Event,
+    *,
+    max_failures: int = 10,
+    silent_seconds: Callable[[], float] = lambda: 0.0,
+) -> None:
     """Keep a worker running until `stop` is set, then shut it down gracefully.
 
     A worker that ends by an error (after about a minute of refused polls), or that has nothing to do and does not poll,
-    is made anew, after a growing wait. Raises ServiceUnavailableError after `max_failures` failures without 2 healthy
-    minutes between.
+    is made anew, after a growing wait. A process whose engine hangs, as `silent_seconds` tells, is ended.
+    Raises ServiceUnavailableError after `max_failures` failures without 2 healthy minutes between.
     """
     num_failures = 0
     while not stop.is_set():
@@ -314,7 +320,7 @@ async def supervise(make: Callable[[], Awaitable[Worker]], stop: asyncio.Event, 
         try:
             worker = await _unless_stopped(make(), stop)
             if worker is not None:
-                await _run_until(worker, stop)
+                await _run_until(worker, stop, silent_seconds)
         except (RuntimeError, RPCError, ServiceUnavailableError, SetupMissingError) as error:
             num_failures = 1 if time.monotonic() - started > HEALTHY_SECONDS else num_failures + 1
             if num_failures >= max_failures:
@@ -338,10 +344,10 @@ async def _unless_stopped(making: Awaitable[Worker], stop: asyncio.Event) -> Wor
         made.cancel()
 
 
-async def _run_until(worker: Worker, stop: asyncio.Event) -> None:
+async def _run_until(worker: Worker, stop: asyncio.Event, silent_seconds: Callable[[], float]) -> None:
     running = asyncio.create_task(worker.run())
     stopped = asyncio.create_task(stop.wait())
-    watching = asyncio.create_task(_watch_polls(worker))
+    watching = asyncio.create_task(_watch(worker, silent_seconds))
     try:
         await asyncio.wait((running, stopped, watching), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
@@ -357,16 +363,16 @@ async def _run_until(worker: Worker, stop: asyncio.Event) -> None:
             task.cancel()
 
 
-async def _watch_polls(worker: Worker) -> None:
-    """Raise ServiceUnavailableError once the worker has been idle without a poll for too long."""
+async def _watch(worker: Worker, silent_seconds: Callable[[], float]) -> None:
+    """Raise ServiceUnavailableError once the worker has been idle without a poll for too long; end a process that hangs."""
     runtime = worker.client.service_client.config.runtime
-    if not isinstance(runtime, WatchedRuntime):
-        await asyncio.Event().wait()
-        return
-    runtime.watch.begin(worker.task_queue)
-    while (silent_seconds := runtime.watch.silent_seconds(worker.task_queue)) < SILENT_SECONDS:
+    watch = runtime.watch if isinstance(runtime, WatchedRuntime) else None
+    if watch is not None:
+        watch.begin(worker.task_queue)
+    while watch is None or watch.silent_seconds(worker.task_queue) < SILENT_SECONDS:
+        end_if_hung(silent_seconds())
         await asyncio.sleep(WATCH_SECONDS)
-    raise ServiceUnavailableError(f"the worker of queue {worker.task_queue} has not asked for work for {silent_seconds:.0f} s")
+    raise ServiceUnavailableError(f"the worker of queue {worker.task_queue} has not asked for work for {SILENT_SECONDS:g} s")
 
 
 async def _wait(stop: asyncio.Event, seconds: float) -> None:

@@ -115,6 +115,11 @@ class EngineThread:
         self.beat_seconds = beat_seconds
         self.stall_seconds = stall_seconds
         self._before = Beat()
+        self._calls: set[EngineProgress] = set()
+
+    def silent_seconds(self) -> float:
+        """Seconds since the engine last moved; 0 while it has nothing to do."""
+        return min((progress.last()[1] for progress in self._calls), default=0.0)
 
     async def call(self, work: Callable[[Request, Progress], Result], request: Request) -> Result:
         """Run `work(request, progress)` on the thread, with heartbeats, from inside an activity.
@@ -124,10 +129,12 @@ class EngineThread:
         every error of ours, CancelledError when a cancelled engine gave up.
         """
         progress = EngineProgress(first_beat(request, self._before))
+        self._calls.add(progress)
         try:
             return await _run(self.executor, work, request, progress, self.beat_seconds, self.stall_seconds)
         finally:
             self._before, _ = progress.last()
+            self._calls.discard(progress)
 
     def close(self) -> None:
         """Let the thread end without waiting for it."""

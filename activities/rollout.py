@@ -85,6 +85,10 @@ class RolloutActivities:
         """True while a sweep is played that nobody has asked for yet."""
         return any(not play.asked for play in self._unfinished())
 
+    def silent_seconds(self) -> float:
+        """Seconds since the engine last moved; 0 while it has nothing to do."""
+        return min((play.progress.last()[1] for play in self._unfinished()), default=0.0)
+
     def take_lost(self) -> bool:
         """True once after a sweep whose activity the server had given up: it takes this Mac for gone."""
         lost, self._was_lost = self._was_lost, False

@@ -4,20 +4,26 @@ A worker can stay up with no poll open (a lost connection that nobody closed, a 
 gets no work. What follows from silence is decided by `connection.supervise`.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final, Protocol
 
+import structlog
 from temporalio.runtime import BufferedMetricUpdate, MetricBuffer, Runtime, TelemetryConfig
 
 BUFFER_UPDATES: Final = 100_000
 """Room for what a busy control process reports between two looks."""
 SILENT_SECONDS: Final = 180.0
 """An idle poll is answered after a minute: three of them without one are no accident."""
+HUNG_SECONDS: Final = 600.0
+"""An engine's call that shows no sign of life for so long never will: its heartbeat stopped long ago."""
 WATCH_SECONDS: Final = 2.0
 """Between two looks."""
+
+_log = structlog.get_logger(__name__)
 
 _POLLS: Final = frozenset({"temporal_long_request", "temporal_long_request_failure", "temporal_long_request_latency"})
 _SLOTS: Final = "temporal_worker_task_slots_used"
@@ -82,3 +88,10 @@ class WatchedRuntime(Runtime):
         interval = None if worker_heartbeat_seconds is None else timedelta(seconds=worker_heartbeat_seconds)
         super().__init__(telemetry=TelemetryConfig(metrics=buffer), worker_heartbeat_interval=interval, disable_environment_info=True)
         self.watch = PollWatch(buffer)
+
+
+def end_if_hung(silent_seconds: float, leave: Callable[[int], object] = os._exit) -> None:
+    """End this process, whose engine hangs in a native call that nothing can interrupt: whoever keeps it starts it again."""
+    if silent_seconds > HUNG_SECONDS:
+        _log.critical("worker_hung", silent_seconds=round(silent_seconds))
+        leave(1)

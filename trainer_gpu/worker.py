@@ -198,7 +198,7 @@ class _Worker:
             return acquire_worker(clients.pop(), handle.run, activities)
 
         leases = asyncio.ensure_future(self._serve_leases(activities))
-        offering = asyncio.ensure_future(supervise(make, self._stop))
+        offering = asyncio.ensure_future(supervise(make, self._stop, silent_seconds=activities.thread.silent_seconds))
         try:
             await asyncio.wait((leases, offering), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -236,7 +236,7 @@ class _Worker:
             return lease_worker(await self._new_client(), lease.queue, activities)
 
         try:
-            await supervise(make, ended)
+            await supervise(make, ended, silent_seconds=activities.thread.silent_seconds)
         except StoaError as error:
             _log.error("lease_not_served", token=lease.token, error=error.message)
             self._stop.set()

@@ -400,7 +400,7 @@ class _Worker:
             )
 
         try:
-            await supervise(make, self._stop)
+            await supervise(make, self._stop, silent_seconds=activities.silent_seconds)
         finally:
             watching.cancel()
             goodbye = self._membership.goodbye(client, "run stopped" if self._run_stopped else self.anew or "worker ended")

@@ -181,3 +181,18 @@ async def test_fault_of_the_program_is_not_disguised() -> None:
 
     with pytest.raises(KeyError):
         await run(env, EngineThread("t"), work)
+
+
+async def test_engine_that_does_not_move_is_seen_and_one_without_a_call_is_not() -> None:
+    env, _ = environment()
+    thread, go = EngineThread("t"), threading.Event()
+
+    def work(request: str, progress: Progress) -> None:
+        go.wait(5)
+
+    task = asyncio.create_task(run(env, thread, work))
+    await asyncio.sleep(0.3)
+    assert thread.silent_seconds() >= 0.2
+    go.set()
+    await task
+    assert thread.silent_seconds() == 0.0

@@ -9,7 +9,7 @@ from temporalio.runtime import BufferedMetricUpdate
 from temporalio.worker import Worker
 
 from activities.connection import connect, make_runtime, make_worker, supervise
-from activities.watch import PollWatch
+from activities.watch import PollWatch, end_if_hung
 from tests.servers import TemporalServer
 
 
@@ -85,6 +85,14 @@ def test_another_worker_of_the_queue_begins_anew() -> None:
     polls.begin("q")  # what the last one held is not this one's
     clock.now += 30
     assert polls.silent_seconds("q") == 30
+
+
+def test_process_whose_engine_hangs_is_ended_and_one_that_is_slow_is_not() -> None:
+    codes: list[int] = []
+    end_if_hung(599.0, codes.append)
+    assert codes == []
+    end_if_hung(601.0, codes.append)
+    assert codes == [1]
 
 
 @activity.defn(name="nothing")
