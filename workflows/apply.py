@@ -103,7 +103,7 @@ def _(event: StepResult, state: RunProgress, rules: RunInput, now: float) -> Run
     text = f"alarm at step {event.step}: {event.alarm}"
     if rules.stop.on_alarm and not state.ending:
         return replace(after, ending=True, reason=text[:MAX_TEXT])
-    return _paused(after, text)
+    return replace(_paused(after, text), macs_go_on=True)
 
 
 def _fed(state: RunProgress) -> RunProgress:
@@ -349,7 +349,7 @@ def _(event: Asked, state: RunProgress, rules: RunInput, now: float) -> RunProgr
         case "pause":
             return _paused(state, event.reason or "asked to")
         case "resume":
-            return replace(state, paused=False, reason="", num_failures=0, trainer_hold_until=0.0)
+            return replace(state, paused=False, macs_go_on=False, reason="", num_failures=0, trainer_hold_until=0.0)
         case "drain":
             drain_until = now + 1.5 * rules.evaluation.part_timeout_seconds + rules.starved_seconds
             return replace(state, draining=True, paused=False, reason=event.reason or "asked to drain", drain_until=drain_until)
@@ -361,4 +361,4 @@ def _(event: Asked, state: RunProgress, rules: RunInput, now: float) -> RunProgr
 
 
 def _paused(state: RunProgress, reason: str) -> RunProgress:
-    return replace(state, paused=True, reason=reason[:MAX_TEXT])
+    return replace(state, paused=True, macs_go_on=False, reason=reason[:MAX_TEXT])

@@ -188,7 +188,7 @@ def wanted_head(state: RunProgress, rules: RunInput, now: float) -> RunState:
         return "stopped" if _nothing_left(state, rules, now) else "draining"
     if state.draining:
         return "draining"
-    return "paused" if state.paused else "running"
+    return "paused" if state.paused and not state.macs_go_on else "running"
 
 
 def _nothing_left(state: RunProgress, rules: RunInput, now: float) -> bool:
@@ -319,7 +319,8 @@ def _idle_sentence(state: RunProgress, rules: RunInput, now: float) -> str:
     if ends:
         return f"ending ({ends}): telling HEAD and the Macs"
     if state.paused:
-        return f"paused ({state.reason}): waiting for `stoa resume {rules.run}`"
+        what = "the trainer is paused and Macs play on" if state.macs_go_on else "paused"
+        return f"{what} ({state.reason}): waiting for `stoa resume {rules.run}`"
     if now < state.trainer_hold_until:
         return f"trying the trainer again in {state.trainer_hold_until - now:.0f} s: {state.reason or state.starved_reason}"
     return "nothing: the next step is about to start"

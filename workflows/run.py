@@ -314,7 +314,7 @@ class RunWorkflow:
     def check_pause(self, ask: Ask) -> None:
         """Refuse what cannot be paused."""
         self._refuse_if_ending("pause")
-        if self._state.paused:
+        if self._state.paused and not self._state.macs_go_on:
             raise _refusal(f"run {self._rules.run} is paused already: {self._state.reason}")
         if self._state.draining:
             raise _refusal(f"run {self._rules.run} is draining: {self._state.reason}")

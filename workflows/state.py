@@ -76,6 +76,8 @@ class RunProgress:
     """HEAD.state as last seen; means nothing before the first version."""
     num_head_writes: int = 0
     paused: bool = False
+    macs_go_on: bool = False
+    """Paused by an alarm: the trainer takes no step, and Macs play on as far as admission lets them."""
     reason: str = ""
     """Why the run is paused or ends."""
     ending: bool = False

@@ -217,8 +217,13 @@ async def test_alarm_pauses(skipping: WorkflowEnvironment) -> None:
     async with running(skipping, rules(), world) as handle:
         status = await until(handle, lambda s: s.state == "paused")
         assert status.reason == "alarm at step 3: gate_drop_rate 0.4 > 0.25"
+        assert "Macs play on" in status.waiting_for
+        assert "paused" not in world.head_states, "HEAD tells the Macs nothing: they generate as far as admission lets them"
+        await handle.execute_update(names.PAUSE, Ask("to look"), result_type=RunStatus)
+        await until(handle, lambda s: world.head_state == "paused")
         await handle.execute_update(names.RESUME, Ask(), result_type=RunStatus)
         await handle.result()
+    assert world.head_states.count("paused") == 1
 
 
 async def test_memory_survives_continue_as_new(skipping: WorkflowEnvironment) -> None:
