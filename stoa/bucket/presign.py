@@ -60,12 +60,6 @@ def url(scope: Scope, endpoint: str, path: str, signature: bytes) -> str:
     return f"{endpoint.rstrip('/')}{_escaped(path)}?{_query(scope)}&X-Amz-Signature={signature.hex()}"
 
 
-def without_query(text: str) -> str:
-    """`text` of an error, with what follows a question mark inside a URL taken away."""
-    words = (word.partition("?")[0] + "?.." if "://" in word and "?" in word else word for word in text.split(" "))
-    return " ".join(words)
-
-
 def _query(scope: Scope) -> str:
     parts = {
         "X-Amz-Algorithm": _ALGORITHM,

@@ -14,7 +14,7 @@ from stoa.bucket.store import Store
 from tests.loop.invited import RUN, STOA, World
 from tests.servers import BucketServer, TemporalServer
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 HOST = "attic"
 
 
