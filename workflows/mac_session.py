@@ -190,6 +190,8 @@ class MacSessionWorkflow:
         elif fetched.grant is not None and not session_plan.may_play(fetched.grant):
             self._state = session_plan.on_wait(self._state, fetched.grant, self._given, fetched.asked_at, now)
             self._shelf.move_to(self._state.sweep)
+        elif fetched.grant is not None:
+            self._state = session_plan.on_grant(self._state, fetched.grant)
         return self._shelf.find(sweep)
 
     def _ask(self, sweep: int, wait_seconds: float) -> ActivityHandle[Grant]:

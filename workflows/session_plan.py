@@ -181,6 +181,11 @@ def on_wait(state: SessionProgress, grant: Grant, given: SessionInput, asked_at:
     return after
 
 
+def on_grant(state: SessionProgress, grant: Grant) -> SessionProgress:
+    """A grant that came while the Mac had nothing to play: what it waited for, if it says so, is what the Mac waited for."""
+    return replace(state, waits_for=grant.waits_for or state.waits_for)
+
+
 def on_result(state: SessionProgress, result: SweepResult, now: float) -> SessionProgress:
     """A sweep has ended by itself; one that was cut short is redone under its number."""
     after = replace(

@@ -154,3 +154,19 @@ def test_a_mac_that_is_slow_because_it_is_hot_says_so_and_keeps_its_sweeps(heat:
     status = plan.status_of(after, GIVEN)
     assert (status.heat, status.slow_because, status.tokens_per_second) == (heat, because, 0.2)
     assert (status.state, status.sweep, status.num_redone) == ("live", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("told", "counted"),
+    [
+        ((), {"answer": 4.0}),
+        ((Grant("r", "mac-1", 1, ("q",), waits_for="room"),), {"room": 4.0}),
+        ((Grant("r", "mac-1", 1, (), waits_for="room"), Grant("r", "mac-1", 1, ("q",))), {"room": 4.0}),
+        ((Grant("r", "mac-1", 1, (), waits_for="room"), Grant("r", "mac-1", 1, ("q",), waits_for="turn")), {"turn": 4.0}),
+    ],
+)
+def test_time_between_two_sweeps_is_counted_for_what_the_grant_waited_for(told: tuple[Grant, ...], counted: dict[str, float]) -> None:
+    state = plan.on_result(live(), SweepResult("done", 0, num_groups=8), 100.0)
+    for grant in told:
+        state = plan.on_grant(state, grant) if plan.may_play(grant) else plan.on_wait(state, grant, GIVEN, 101.0, 101.0)
+    assert dict(plan.on_start(state, 104.0).totals.waits) == counted
