@@ -73,10 +73,13 @@ def expert_parallel_size() -> int:
 def expert_share(asked: int, num_experts: int, world_size: int) -> int:
     """Processes that share one set of experts: what was asked for, or for 0 the most that divides both counts.
 
-    Without experts there is nothing to share, and every process has the whole model.
+    Without experts there is nothing to share, and every process has the whole model. Raises LayoutError if they cannot be
+    shared out evenly.
     """
     if not num_experts:
         return 1
+    if asked and num_experts % asked:
+        raise LayoutError(f"expert parallelism {asked} does not divide {num_experts} experts", hint="leave learning.expert_parallel at 0")
     return asked or math.gcd(num_experts, world_size)
 
 

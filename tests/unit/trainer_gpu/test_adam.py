@@ -7,7 +7,9 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load, save
 
+from stoa.config.load import load_run
 from stoa.config.run import MAX_BETA2_BFLOAT16, Learning
+from stoa.contracts.errors import ConfigError
 from tests.unit.trainer_gpu.player import POLICY
 from tests.unit.trainer_gpu.test_parallel import loss_of
 from tests.unit.trainer_gpu.test_policy import layout_id
@@ -122,6 +124,10 @@ def test_second_moment_in_bf16_follows_down_to_the_allowed_beta2_and_not_above()
 def test_setting_that_would_stall_the_moments_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"at most 0\.99 works"):
         Learning(moment_dtype="bfloat16", beta2=0.999)
+    with pytest.raises(ConfigError, match=r"demo\.toml.*at most 0\.99 works"):
+        load_run(None, ["learning.moment_dtype=bfloat16", "learning.beta2=0.999"])
+    with pytest.raises(ConfigError, match="'float32' or 'bfloat16'"):
+        load_run(None, ["learning.moment_dtype=float16"])
     Learning(moment_dtype="bfloat16", beta2=0.99)
     Learning(moment_dtype="float32", beta2=0.999)
 

@@ -12,7 +12,7 @@ from stoa.contracts.errors import CheckpointError, LayoutError, NonFiniteError
 from tests.unit.trainer_gpu import checkpoints
 from tests.unit.trainer_gpu.checkpoints import SEQ_LENS, VOCAB
 from trainer_gpu.convert import mlx_tensors
-from trainer_gpu.layout import Layout, check_layout
+from trainer_gpu.layout import Layout, check_layout, expert_share
 from trainer_gpu.model import token_logprobs_packed
 from trainer_gpu.parallel import Trainable, build_optimizer
 from trainer_gpu.weights import local_weights
@@ -159,6 +159,13 @@ def test_state_of_another_model_is_refused(change, problem: str, moe_folder: Pat
 def test_layouts_that_train_wrongly_are_refused(layout: Layout, world_size: int, problem: str) -> None:
     with pytest.raises(LayoutError, match=problem):
         check_layout(layout, world_size)
+
+
+def test_experts_are_shared_by_as_many_as_divide_them() -> None:
+    assert [expert_share(0, 32, ranks) for ranks in (1, 2, 3, 6, 8)] == [1, 2, 1, 2, 8]
+    assert (expert_share(1, 32, 8), expert_share(4, 32, 8), expert_share(0, 0, 8)) == (1, 4, 1)
+    with pytest.raises(LayoutError, match="expert parallelism 3 does not divide 32 experts"):
+        expert_share(3, 32, 3)
 
 
 def test_data_and_expert_parallel_layouts_are_accepted() -> None:
