@@ -52,7 +52,7 @@ def config(store: Store, temporal_server: TemporalServer) -> RunConfig:
 @pytest.fixture
 def control(config: RunConfig, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     text = [f'run = "test"\nmodel = "{config.model}"', "[temporal]"]
-    text += [f'{key} = "{value}"' for key, value in config.temporal.model_dump().items()]
+    text += [f'{key} = "{value}"' for key, value in config.temporal.model_dump().items() if isinstance(value, str) and value]
     text += ["[bucket]", f'endpoint = "{config.bucket.endpoint}"', f'name = "{config.bucket.name}"']
     path = tmp_path / "run.toml"
     path.write_text("\n".join(text) + "\n")
