@@ -62,6 +62,11 @@ class Script:
         return found
 
     @property
+    def mean_tokens(self) -> float:
+        """Mean length of an episode."""
+        return sum(max(forced) + 1 for forced in self.forced) / len(self.forced)
+
+    @property
     def num_sampled_tokens(self) -> int:
         """Of all episodes."""
         return sum(len(turn) for turns in self.turns for turn in turns)

@@ -21,11 +21,25 @@ from mlx_lm.models.cache import make_prompt_cache
 class Episodes(Protocol):
     """What is played: prompts of groups, the turns of each episode, the environment's replies."""
 
-    prompts: Sequence[Sequence[int]]
-    group_size: int
-    turns: Sequence[Sequence[Sequence[int]]]
-    """Of each episode, group by group."""
-    stop_ids: frozenset[int]
+    @property
+    def prompts(self) -> Sequence[Sequence[int]]:
+        """Of each group."""
+        ...
+
+    @property
+    def turns(self) -> Sequence[Sequence[Sequence[int]]]:
+        """Of each episode, group by group."""
+        ...
+
+    @property
+    def group_size(self) -> int:
+        """Episodes of a group."""
+        ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Any of them ends a turn."""
+        ...
 
     def reply_of(self, episode: int, num_turns: int) -> Sequence[int] | None:
         """What follows an episode's first turns; None if it ends there."""

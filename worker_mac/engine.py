@@ -116,8 +116,9 @@ class MacEngine:
         self._guest = guest or Guest()
         allowed = self._guest.allowed
         self._versions = Versions(
-            store, document, model_config, folder / "weights", cache_bytes=allowed.cache_bytes, plain_ops=allowed.plain_ops
-        )
+            store, document, model_config, folder / "weights", cache_bytes=allowed.cache_bytes, plain_ops=allowed.plain_ops,
+            holds_two=lambda: self._player.holds_two,
+        )  # fmt: skip
         self._player = Player(
             environment, self._config.rollout, self._versions.layout, read_model_config(model_config), self._guest,
             folder=folder, state_folder=state_folder or folder,

@@ -32,6 +32,8 @@ _log = structlog.get_logger(__name__)
 
 _SPREAD: Final = 1.15
 """Episodes are planned for as this much longer than their mean."""
+MOST_SPARE: Final = 1.25
+"""A pool is kept for the next sweep unless it is larger than needed by more than this: prompts differ a little in length."""
 _WIDEST: Final = 64
 """Groups that memory is asked for at most."""
 
@@ -70,6 +72,13 @@ class Player:
             _log.info("sweep_narrowed", groups=groups, reason=reason)
         self._said = reason
         return groups
+
+    @property
+    def holds_two(self) -> bool:
+        """True if memory has room for two sets of weights and the least of pools."""
+        memory_bytes = self._memory_bytes()
+        pool_bytes = self._play_of("").least_pages * self._model.page_bytes
+        return memory_bytes is None or 2 * self._model.weights_bytes + pool_bytes <= memory_bytes
 
     @property
     def _asked(self) -> int | None:
@@ -162,9 +171,9 @@ class Player:
         return int(int(mx.device_info()["max_recommended_working_set_size"]) * self._guest.allowed.memory_fraction)
 
     def _pages(self, plan: MemoryPlan, served: Served) -> Pages:
-        """The accounting of the pool at hand, emptied; a new one if there is none of this size."""
+        """The accounting of the pool at hand, emptied; a new one if there is none of about this size."""
         key = PoolKey(served.version, served.state_id, PAGE_TOKENS, str(served.model.cache_shape.dtype))
-        if self._pool is not None and self._pool[1].num_pages == plan.num_pages:
+        if self._pool is not None and plan.num_pages <= self._pool[1].num_pages <= MOST_SPARE * plan.num_pages:
             pages = self._pool[1]
             if not pages.turn_to(key):
                 for holder in list(pages.holders()):

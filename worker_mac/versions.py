@@ -68,9 +68,10 @@ class Versions:
         *,
         cache_bytes: int = MAX_BYTES,
         plain_ops: Collection[str] = (),
+        holds_two: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`plain_ops`: parts of the model that no Metal kernel is to compute."""
-        self._plain_ops = plain_ops
+        """plain_ops: parts of the model that no Metal kernel is to compute. holds_two: there is memory for two sets of weights."""
+        self._plain_ops, self._holds_two = plain_ops, holds_two
         self._config = read_model_config(model_config)
         self._puller = Puller(store, document, folder, cache_bytes=cache_bytes)
         self._served: Served | None = None
@@ -165,10 +166,23 @@ class Versions:
         self._pinned = None  # two sets of older weights are never held at once
         started = time.monotonic()
         self._stop_stager()
+        if self._memory is not None and not self._holds_two():
+            return self._pinned_in_place(head, version, started)
         live, model = self._new_memory()
         state = self._puller.build(head, version, into=live.state)
         self._pinned = Served(version, str(state.verified_id), model, live)
         _log.info("version_rebuilt", version=version, seconds=time.monotonic() - started)
+        return self._pinned, Pulled(pull_seconds=time.monotonic() - started)
+
+    def _pinned_in_place(self, head: Head, version: int, started: float) -> tuple[Served, Pulled]:
+        """As `pinned`, in the memory of the live weights, which are built anew when they are next asked for."""
+        self._trusted()  # its rescan reads what is overwritten here
+        self._staged = self._served = None
+        live, model = self._memory or self._new_memory()
+        live.settle()
+        state = self._puller.build(head, version, into=live.state)
+        self._pinned = Served(version, str(state.verified_id), model, live)
+        _log.info("version_rebuilt", version=version, in_place=True, seconds=time.monotonic() - started)
         return self._pinned, Pulled(pull_seconds=time.monotonic() - started)
 
     def drop_pinned(self) -> None:
@@ -226,6 +240,8 @@ class Versions:
     def _join(self, head: Head, started: float) -> tuple[Served, Pulled]:
         """Build the weights HEAD names, in the memory that is there already."""
         self._staged = self._served = None
+        if self._pinned is not None and self._memory is not None and self._pinned.live is self._memory[0]:
+            self._pinned = None
         if self._memory is None:
             self._memory = self._new_memory()
         live, model = self._memory

@@ -85,3 +85,25 @@ def test_model_computes_with_what_was_written_in_place(publishing: Publishing, v
     served = newest(versions)
     packed = np.array(served.live.arrays[name]).view(np.uint8)
     assert packed.tobytes() == publishing.publisher.mirror.arrays[name].tobytes()
+
+
+def test_a_mac_without_room_for_two_sets_of_weights_examines_an_older_one_in_place_and_comes_back(store: Store, tmp_path: Path):
+    publishing = Publishing(store, tmp_path)
+    versions = Versions(store, publishing.document, TINY, tmp_path / "weights", holds_two=lambda: False)
+    base_id = publishing.publish()
+    publishing.publish()
+    state_id = publishing.publish()
+    live = newest(versions)
+    memory = {name: array.__array_interface__["data"] for name, array in live.live.state.arrays.items()}
+    pinned, _ = versions.pinned(versions.head(), 0)
+    assert (pinned.version, pinned.live.state.state_id()) == (0, base_id)
+    assert {name: array.__array_interface__["data"] for name, array in pinned.live.state.arrays.items()} == memory
+    assert pinned.model is live.model
+    assert versions.version == -1  # nothing newer is in memory now
+    again, _ = versions.pinned(versions.head(), 0)
+    assert again is pinned
+    back = newest(versions)
+    assert (back.version, back.live.state.state_id(), back.model is live.model) == (2, state_id, True)
+    other, _ = versions.pinned(versions.head(), 0)
+    assert other is not pinned and other.live.state.state_id() == base_id
+    versions.close()
