@@ -8,7 +8,10 @@ says nothing of speed. Stock MLX is simulated from its tiling (`metal/roofline.p
 
 import argparse
 import json
+import logging
 import sys
+
+import structlog
 
 from tests.metal_emulator.emulator import can_emulate
 from tests.metal_emulator.shown import measure, tables
@@ -23,6 +26,7 @@ def main() -> int:
     if not can_emulate():
         print("error: the emulator needs PyPI's ziglang on Linux\nhint: pip install 'stoa[dev]'", file=sys.stderr)
         return 1
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     found = measure(arguments.cases)
     if not arguments.json:
         print(tables())

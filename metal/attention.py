@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal.kernels import FLOATS, Kernel, Launcher, demand, expect, launch_on_metal
-from metal.sizes import PAGE_TOKENS, RANGE_PAGES
+from metal.sizes import ATTENTION_BYTES, PAGE_TOKENS, RANGE_PAGES
 
 SPLIT: Final = RANGE_PAGES * PAGE_TOKENS
 """Tokens of a piece; the bodies have this number too."""
@@ -50,6 +50,12 @@ class Pieces(NamedTuple):
 
     parts: mx.array  # float32 [R, Q, S, H], sum of exp(score - highest) * value
     stats: mx.array  # float32 [R, Q, S, 2], highest score, and sum of exp(score - highest)
+
+
+def most_rows(num_pages: int, num_queries: int, head_size: int) -> int:
+    """Rows over tables of so many pages whose pieces, their own and their prompts', take at most ATTENTION_BYTES."""
+    row_bytes = 2 * -(-num_pages // RANGE_PAGES) * num_queries * (head_size + 2) * 4
+    return max(1, ATTENTION_BYTES // row_bytes)
 
 
 def group_rows(tables: NDArray[np.int32], lengths: NDArray[np.int32], prompts: NDArray[np.int32], most_rows: int) -> Groups | None:

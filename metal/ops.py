@@ -52,6 +52,11 @@ class Ops:
         return "metal" if len(self.kernels) == len(self.verdicts) else f"metal({','.join(self.kernels)})"
 
     @property
+    def keeps_pieces(self) -> bool:
+        """True if `attend` needs memory for every row it is given at once; plain ops see to that themselves."""
+        return self._attention is not None
+
+    @property
     def shares_prompts(self) -> bool:
         """True if `attend` gains by being told which rows share a prompt."""
         return self._prefix is not None

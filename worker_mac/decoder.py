@@ -115,8 +115,7 @@ class Decoder:
         """Final hidden states of the rows to sample from, and each MoE layer's experts if they are recorded."""
         self._cache.copy(work.page_copies, work.slot_copies)
         routes: list[mx.array] = []
-        feed = Feed.of(layout, self._model.angles, self._model.group_rows)
-        hidden = self._model.hidden(feed, self._cache, routes if self.record_routing else None)
+        hidden = self._model.hidden(Feed.of(layout, self._model), self._cache, routes if self.record_routing else None)
         return hidden if layout.sampled is None else hidden[mx.array(layout.sampled)], routes
 
 

@@ -10,15 +10,15 @@ L lines of a convolution, D hidden size, Q query heads, G key/value heads, H hea
 V vocabulary, T taps kept.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from metal.attention import Groups, group_rows
+from metal.attention import Groups, group_rows, most_rows
 from metal.check import Dims, Verdict
 from metal.ops import Ops, choose_ops
 from metal.reference import Int8, linear, silu
@@ -28,6 +28,8 @@ from stoa.contracts.errors import LayoutError
 from worker_mac.cache import Cache, CacheShape
 from worker_mac.model_config import ModelConfig
 from worker_mac.plan import Ints, Layout, Tiles
+
+_NO_LIMIT: Final = 1 << 30
 
 
 class AttentionWeights(NamedTuple):
@@ -103,13 +105,18 @@ class TileFeed:
     """Queries that read a common prompt together, where attention can."""
 
     @classmethod
-    def of(cls, tiles: Tiles, rows_of_group: int) -> "TileFeed":
-        """The arrays; queries are put into groups of at most `rows_of_group`, into none if that is 0."""
-        groups = None
-        if rows_of_group and tiles.prompts is not None:
-            groups = group_rows(tiles.tables, tiles.lengths, tiles.prompts, rows_of_group)
-        queries = None if tiles.queries is None else mx.array(tiles.queries)
-        return cls(mx.array(tiles.tables), mx.array(tiles.lengths), queries, groups)
+    def of(cls, tiles: Tiles, model: "Model") -> "Iterator[TileFeed]":
+        """The arrays, in blocks of as many tiles as the model's attention takes at once."""
+        num_tiles, width = tiles.lengths.shape
+        most = max(1, model.attention_rows(tiles.tables.shape[1]) // width)
+        for start in range(0, num_tiles, most):
+            block = slice(start, start + most)
+            tables, lengths = tiles.tables[block], tiles.lengths[block]
+            groups = None
+            if model.group_rows and tiles.prompts is not None:
+                groups = group_rows(tables, lengths, tiles.prompts[block], model.group_rows)
+            queries = None if tiles.queries is None else mx.array(tiles.queries[block])
+            yield cls(mx.array(tables), mx.array(lengths), queries, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +145,16 @@ class Feed:
     stretches: StretchFeed | None
 
     @classmethod
-    def of(cls, layout: Layout, angles: Angles, rows_of_group: int = 0) -> "Feed":
-        """The arrays of a layout. `rows_of_group`: what the model's `group_rows` says."""
+    def of(cls, layout: Layout, model: "Model") -> "Feed":
+        """The arrays of a layout, for this model."""
         stretches = layout.stretches
-        cosines, sines = angles.at(layout.positions)
+        cosines, sines = model.angles.at(layout.positions)
         return cls(
             tokens=mx.array(layout.tokens),
             turns=(mx.array(cosines), mx.array(sines)),
             pages=mx.array(layout.pages),
             offsets=mx.array(layout.positions % PAGE_TOKENS),
-            tiles=tuple(TileFeed.of(tiles, rows_of_group) for tiles in layout.tiles),
+            tiles=tuple(feed for tiles in layout.tiles for feed in TileFeed.of(tiles, model)),
             unpack=None if layout.unpack is None else mx.array(layout.unpack),
             num_single=layout.num_single,
             single_slots=mx.array(layout.single_slots),
@@ -202,6 +209,12 @@ class Model:
     def verdicts(self) -> tuple[Verdict, ...]:
         """What became of each kernel on this machine."""
         return self._ops.verdicts
+
+    def attention_rows(self, num_pages: int) -> int:
+        """Queries over tables of so many pages that attention takes at once."""
+        if not self._ops.keeps_pieces:
+            return _NO_LIMIT
+        return most_rows(num_pages, self.config.num_heads, self.config.head_size)
 
     @property
     def group_rows(self) -> int:

@@ -97,6 +97,7 @@ class Fuzzed:
 
     num_cases: int = 0
     errors: Errors = field(default_factory=Errors)
+    threadgroup_bytes: int = 0
 
 
 def fuzz(proof: Proof, num_cases: int, *, seed: int = 0) -> Fuzzed:
@@ -105,6 +106,7 @@ def fuzz(proof: Proof, num_cases: int, *, seed: int = 0) -> Fuzzed:
     for number in range(num_cases):
         emulator = Emulator(seed=seed + number)
         proof.case(emulator.metal_kernel, np.random.default_rng((seed, number)), done.errors)
+        done.threadgroup_bytes = max(done.threadgroup_bytes, emulator.most_threadgroup_bytes)
         done.num_cases += 1
     return done
 

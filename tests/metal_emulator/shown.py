@@ -18,6 +18,7 @@ from tests.metal_emulator.emulator import Emulator
 from tests.metal_emulator.proof import Proof, finding, fuzz, int8, mutants_of, rounded
 from tests.metal_emulator.proof_attention import make_tiles
 from tests.metal_emulator.proofs import PROOFS
+from tests.unit.worker_mac.emulated import GROUPS, PLAIN, Launches, episodes
 
 tables = roofline.tables
 ROWS: Final = (64, 48, 32, 31, 16, 8)
@@ -41,6 +42,7 @@ def prove(kernel: str, proof: Proof, num_cases: int) -> dict[str, Any]:
         "num_fuzz_cases": done.num_cases,
         "max_error": done.errors.float32,
         "max_error_roundings": done.errors.rounding,
+        "threadgroup_bytes": done.threadgroup_bytes,
         "mutants_planted": len(mutants_of(kernel)),
         "mutants_caught": len(mutants_of(kernel)) - len(missed),
         "mutants_missed": missed,
@@ -91,6 +93,19 @@ def counted_embedding_reads() -> float:
     return emulator.loaded["stoa_head_partial/codes"] / (256 * 64)
 
 
+def engine() -> dict[str, Any]:
+    """Two groups of two episodes on a tiny model, all ops by emulated kernels, beside plain ops."""
+    model = Launches().model
+    pairs = list(zip(episodes(model, GROUPS), episodes(PLAIN, GROUPS), strict=True))
+    (alone,) = episodes(model, GROUPS[3:])
+    return {
+        "tokens_equal": all(ours.ids.tolist() == plain.ids.tolist() for ours, plain in pairs),
+        "max_logprob_difference_nats": max(float(np.abs(ours.logprobs - plain.logprobs).max()) for ours, plain in pairs),
+        "bits_alone_as_in_groups": alone.logprobs.tobytes() == pairs[3][0].logprobs.tobytes(),
+        "num_sampled_tokens": sum(len(ours.logprobs) for ours, _ in pairs),
+    }
+
+
 def measure(num_cases: int) -> dict[str, Any]:
     """Everything."""
     kernels = {}
@@ -110,6 +125,7 @@ def measure(num_cases: int) -> dict[str, Any]:
         "max_error": max(one["max_error"] for one in kernels.values()),
         "max_error_roundings": max(one["max_error_roundings"] for one in kernels.values()),
         "rows_bit_identical_alone_and_in_64": all(one["rows_bit_identical_alone_and_in_64"] for one in kernels.values()),
+        "engine_on_kernels": engine(),
         "kernels": kernels,
         "conditions": "Linux CPU emulator, random thread order; errors of fp32 results relative to max(1, |value|), of 16-bit results in "
         "halves of the last place; formulas for LFM2.5-8B-A1B at 64 rows of 4,096 tokens, 2,048 of them shared by 8; nothing timed",

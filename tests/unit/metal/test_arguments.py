@@ -94,7 +94,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("0 places", lambda: OrderKernel(never)(mx.zeros((0, 2), mx.uint32), 4)),
     ("experts is .*int32", lambda: OrderKernel(never)(mx.zeros((1, 2), mx.int32), 4)),
     ("tails has shape", conv(mx.zeros((4, 192)))),
-    ("kernel is", conv(mx.zeros((3, 192)), kernel_type=mx.bfloat16)),
+    ("kernel is", conv(mx.zeros((3, 192), mx.bfloat16), kernel_type=mx.float32)),
     ("1 taps", conv(mx.zeros((3, 192)), taps=1)),
     ("width 99 / 3", conv(mx.zeros((3, 99)), width=33)),
     ("head size 48", attention(mx.zeros((3, 1, 8, 48)), size=48)),

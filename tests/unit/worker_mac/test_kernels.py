@@ -7,12 +7,13 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from metal.attention import most_rows
 from metal.check import KERNELS
-from metal.ops import SWITCHED_OFF, Ops, verdicts
+from metal.ops import SWITCHED_OFF
 from stoa.config.host import Part
 from stoa.rollouts.records import Episode
-from tests.metal_emulator.emulator import Emulator, can_emulate
-from tests.unit.worker_mac.policies import model_of, random_state
+from tests.metal_emulator.emulator import can_emulate
+from tests.unit.worker_mac.emulated import GROUPS, PLAIN, STATE, Launches, episodes
 from tests.unit.worker_mac.tasks import Dialogue, Fixed, play
 from worker_mac.fingerprint import CONFIG, fixed_model
 from worker_mac.model import Model
@@ -24,42 +25,11 @@ from worker_mac.weights import LiveWeights
 pytestmark = pytest.mark.skipif(not can_emulate(), reason="needs PyPI's ziglang on Linux")
 
 TOLERANCE_NATS = 2e-5
-STATE = random_state(CONFIG, spread=0.08)
-PLAIN = model_of(CONFIG, STATE)
-QUESTIONS = ("30", "59")  # prompts of 36 and 65 ids: one whole page, and two
-GROUPS = [Casting(group, question, seed_of("kernels", group, episode)) for group, question in enumerate(QUESTIONS) for episode in range(2)]
-
-
-class Launches:
-    """An emulated model and how often each body ran."""
-
-    def __init__(self) -> None:
-        emulator = Emulator()
-        self.names: list[str] = []
-
-        def launcher(name: str, *arguments: object) -> object:
-            kernel = emulator.metal_kernel(name, *arguments)
-
-            def call(**options: object) -> object:
-                self.names.append(name)
-                return kernel(**options)
-
-            return call
-
-        found = verdicts(PLAIN.dims, launcher=launcher, available=lambda: True)
-        assert [(one.kernel, one.reason) for one in found] == [(kernel, "") for kernel in KERNELS]
-        self.model = Model(read_model_config(CONFIG), LiveWeights.of(STATE).arrays, ops=Ops(found, launcher))
-        self.names.clear()
 
 
 @pytest.fixture(scope="module")
 def emulated() -> Launches:
     return Launches()
-
-
-def episodes(model: Model, castings: list[Casting], **options: int) -> list[Episode]:
-    _, found = play(model, Dialogue(num_turns=2, max_turn_tokens=4), castings, record_routing=True, **options)
-    return [episode for group in sorted(found) for episode in found[group]]
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +73,24 @@ def test_an_episode_that_was_parked_and_fed_again_has_the_same_bits(emulated: La
     for one, other in zip(wanted[0], found[0], strict=True):
         assert one.ids.tolist() == other.ids.tolist()
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+class Narrow(Model):
+    """Attention that takes three queries at once."""
+
+    def attention_rows(self, num_pages: int) -> int:
+        return 3
+
+
+def test_attention_in_blocks_gives_the_same_bits() -> None:
+    narrow = Narrow(read_model_config(CONFIG), LiveWeights.of(STATE).arrays)
+    for one, other in zip(episodes(narrow, GROUPS), episodes(PLAIN, GROUPS), strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def test_pieces_of_attention_fit_the_memory_that_is_planned_for_them() -> None:
+    # 32 heads, head size 64: 33,792 bytes a row for each 512 tokens and each of two lots of pieces; 64 MiB in all.
+    assert most_rows(16, 32, 64) == (64 << 20) // (2 * 32 * 66 * 4) == 3971
+    assert most_rows(256, 32, 64) == 248
+    assert most_rows(1 << 20, 32, 64) == 1
