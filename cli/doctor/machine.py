@@ -16,13 +16,14 @@ import psutil
 from cli.doctor.finding import Finding, bad, good, warn
 from cli.doctor.scene import Scene
 from cli.say import bytes_text, counted
+from stoa.config.host import MacHost
 from stoa.config.load import state_base
 from worker_mac.guest import GUEST_FILE, said_now
 from worker_mac.identity import lock_holder
 from worker_mac.memory import USUAL_GROUPS, MemoryPlan, Play, model_bytes, plan_memory
 from worker_mac.model_config import read_model_config
 from worker_mac.panics import PanicLog
-from worker_mac.power import decide
+from worker_mac.power import Senses, decide
 from worker_mac.senses import probe_here, run_tool
 from worker_mac.service import Service
 
@@ -111,12 +112,14 @@ def gpu_bytes(total_bytes: int, tool: Callable[[tuple[str, ...]], str] = run_too
     return int(total_bytes * (0.67 if total_bytes <= 36 << 30 else 0.75))
 
 
-def check_worker(scene: Scene) -> Finding | None:
-    """Is a worker at work on this folder, does it start at log-in, and has it given up?"""
+def check_worker(scene: Scene, service: Service | None = None) -> Finding | None:
+    """Is a worker at work on this folder, does it start at log-in (by `service`, else this Mac's), and has it given up?"""
     if not scene.is_mac:
         return None
     caution = PanicLog(scene.folder).look()
-    agent = Service(AGENTS, scene.folder).status() if sys.platform == "darwin" else None
+    if service is None and sys.platform == "darwin":
+        service = Service(AGENTS, scene.folder)
+    agent = None if service is None else service.status()
     parked = caution.stays_off or ("" if agent is None else agent.parked)
     again = "mend that, then `stoa leave` and join again"
     if parked:
@@ -192,17 +195,21 @@ def check_power(scene: Scene) -> Finding | None:
     """What the Mac would be allowed now, by its owner's settings and its senses."""
     if not scene.is_mac:
         return None
-    allowed = scene.allowed
     if sys.platform != "darwin":
         return good(POWER, "not a Mac: nothing is known of its power and its user, and it plays whenever it is on")
-    decision = decide(probe_here().read(), allowed)
-    if old_system(platform.mac_ver()[0]):
-        return warn(POWER, "before macOS 15 memory cannot be wired: the model may be slow", "update macOS")
-    if _SLEEP_DISABLED.search(run_tool(("pmset", "-g"))):
+    return power_finding(probe_here().read(), scene.allowed, platform.mac_ver()[0], run_tool(("pmset", "-g")))
+
+
+def power_finding(senses: Senses, allowed: MacHost, version: str, settings: str) -> Finding:
+    """Of a Mac that tells this, on this macOS, whose `pmset -g` prints `settings`."""
+    decision = decide(senses, allowed)
+    if old_system(version):
+        return warn(POWER, f"macOS {version} cannot wire memory: the model may be slow", "update to macOS 15 or later")
+    if _SLEEP_DISABLED.search(settings):
         return warn(POWER, "sleep is switched off for this Mac as a whole", "run `sudo pmset disablesleep 0`")
     if not decision.starts:
         return warn(POWER, f"nothing would be played now: {decision.reason}", "wait, or allow it in mac.toml")
-    slower = f", at half speed: {decision.reason}" if decision.state == "gentle" else ""
+    slower = f", half of the time: {decision.reason}" if decision.state == "gentle" else ""
     return good(POWER, f"groups would be played now{slower}; on mains it is kept awake while they are")
 
 

@@ -18,10 +18,13 @@ from cli.doctor import checks, machine, model, packages, servers
 from cli.doctor.finding import Finding, bad, examine, good
 from cli.doctor.open import installed_role, scene_of
 from cli.doctor.scene import Scene
+from stoa.config.host import MacHost
 from stoa.config.load import PROJECT_ROOT, load_run
 from stoa.contracts.errors import ConfigError, LayoutError, ServiceUnavailableError
 from tests.unit.chat.conftest import character_tokenizer
 from worker_mac.identity import Identity
+from worker_mac.power import Senses
+from worker_mac.service import Said, Service
 
 
 @pytest.fixture
@@ -245,6 +248,39 @@ def test_a_second_program_with_mlx_is_found_here_and_ones_own_is_not(scene: Scen
 @pytest.mark.parametrize(("version", "old"), [("14.6.1", True), ("15.0", False), ("26.1", False), ("", False)])
 def test_memory_is_wired_from_macos_15_on(version: str, old: bool) -> None:
     assert machine.old_system(version) is old
+
+
+QUIET = Senses(1e6, 600, True, 100.0, False, 4000.0, False, "nominal", "normal", False, 9000.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "version", "settings", "verdict", "words"),
+    [
+        ({}, "26.1", " SleepDisabled\t0\n sleep 1", "pass", "would be played now; on mains"),
+        ({"idle_seconds": 2.0}, "15.0", "", "pass", "half of the time: somebody uses the Mac"),
+        ({"on_mains": False}, "15.0", "", "warn", "nothing would be played now: the Mac is on battery"),
+        ({"low_power_mode": True}, "15.0", "", "warn", "Low Power Mode is on"),
+        ({}, "14.7.1", "", "warn", "macOS 14.7.1 cannot wire memory"),
+        ({}, "26.1", "System-wide power settings:\n SleepDisabled\t\t1\n", "warn", "sleep is switched off"),
+    ],
+)
+def test_power_is_judged_by_the_owners_settings_and_the_system(change: dict, version: str, settings: str, verdict: str, words: str) -> None:
+    found = machine.power_finding(replace(QUIET, **change), MacHost(), version, settings)
+    assert (found.verdict, words in found.found, bool(found.fix)) == (verdict, True, verdict != "pass"), found
+
+
+def test_an_agent_at_log_in_is_told_with_how_it_ended(scene: Scene, tmp_path: Path) -> None:
+    said = {"print": Said(0, "\tpid = 4711\n")}
+    service = Service(tmp_path / "agents", scene.folder, lambda asked: said.get(asked[0], Said(0, "")), user_id=501)
+    service.install()
+    running = machine.check_worker(scene, service)
+    assert running == good("worker", f"none runs with {scene.folder}; it starts at log-in")
+    said["print"] = Said(0, "\tlast exit code = 139\n")
+    crashed = machine.check_worker(scene, service)
+    assert crashed is not None and crashed.verdict == "warn" and "ended with 139" in crashed.found and "worker.log" in crashed.fix
+    (scene.folder / "attempts.json").write_text('["no MLX", "no MLX", "no MLX"]')
+    parked = machine.check_worker(scene, service)
+    assert parked is not None and (parked.verdict, "failed soon: no MLX" in parked.found) == ("fail", True)
 
 
 def test_off_a_mac_power_is_not_known(scene: Scene) -> None:
