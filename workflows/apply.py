@@ -103,7 +103,8 @@ def _(event: StepResult, state: RunProgress, rules: RunInput, now: float) -> Run
     text = f"alarm at step {event.step}: {event.alarm}"
     if rules.stop.on_alarm and not state.ending:
         return replace(after, ending=True, reason=text[:MAX_TEXT])
-    return replace(_paused(after, text), macs_go_on=True)
+    # A run that began before leases were strict told HEAD of it too, and its history must replay.
+    return replace(_paused(after, text), macs_go_on=state.strict_leases)
 
 
 def _fed(state: RunProgress) -> RunProgress:

@@ -61,7 +61,7 @@ class RunProgress:
     lease_number: int = 0
     """Of the last lease asked for or held."""
     strict_leases: bool = False
-    """The number is chosen by what HEAD says, and a task of an older one is fenced."""
+    """The number is chosen by what HEAD says, and a task of an older one is fenced. So it is in every run begun since."""
     lease_unknown: bool = False
     """HEAD may name a later lease than ours: we begin, or somebody fenced us."""
     token: int = 0

@@ -8,7 +8,7 @@ from workflows.events import Asked
 
 
 def test_alarm_holds_the_trainer_and_lets_macs_play_on_until_a_person_pauses_them() -> None:
-    alarmed = apply(StepResult("done", 9, alarm="ess_fraction 0.1 < 0.2"), at(8), RULES, 0.0)
+    alarmed = apply(StepResult("done", 9, alarm="ess_fraction 0.1 < 0.2"), at(8, strict_leases=True), RULES, 0.0)
     assert plan.next_for_trainer(alarmed, RULES, 0.0) is None
     assert plan.wanted_head(alarmed, RULES, 0.0) == "running"
     both = apply(Asked("pause", "to look"), alarmed, RULES, 0.0)
