@@ -24,7 +24,6 @@ _STANDARD = (
     "-Wall",
     "-Wno-unused-variable",
     "-Wno-unused-function",
-    "-Wno-unknown-pragmas",
     "-Wno-pass-failed",  # whether a loop was unrolled is the GPU compiler's affair
     "-Werror",
 )
