@@ -238,6 +238,9 @@ class Downloads:
         reply = self._store.open_range(transfer.wanted.key, at, end - at, etag=etag, stall_seconds=self._stall_seconds)
         handle = -1
         try:
+            if reply.object_bytes not in (-1, transfer.wanted.num_bytes):
+                where, promised = f"{self._store.name}/{transfer.wanted.key}", transfer.wanted.num_bytes
+                raise DigestError(f"{where} has {reply.object_bytes} bytes, {promised} were promised", hint="somebody changed the object")
             with self._changed:
                 if transfer.dead:
                     return

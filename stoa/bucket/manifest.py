@@ -69,16 +69,14 @@ def canonical(document: Mapping[str, object]) -> bytes:
     return text.encode("utf-8")
 
 
-def verify(document: Mapping[str, object], public_key: str) -> None:
-    """Raises SignatureError if `document` is unsigned or not signed by `public_key`."""
+def verify(document: Mapping[str, object], public_key: str, where: str = "a document") -> None:
+    """Raises SignatureError if `document` is unsigned or not signed by `public_key`; `where`: its name in the message."""
     try:
         key = Ed25519PublicKey.from_public_bytes(base64.b64decode(public_key, validate=True))
         signature = base64.b64decode(str(document.get("sig", "")), validate=True)
         key.verify(signature, canonical(_unsigned(document)))
     except (InvalidSignature, binascii.Error, ValueError) as error:
-        raise SignatureError(
-            "a document is not signed by this run's key", hint="another run, or a bucket somebody else wrote to"
-        ) from error
+        raise SignatureError(f"{where} is not signed by this run's key", hint="another run, or a bucket somebody else wrote to") from error
 
 
 def write_signed(adapter: TypeAdapter[Any], document: object, signer: Signer) -> bytes:
@@ -90,7 +88,7 @@ def write_signed(adapter: TypeAdapter[Any], document: object, signer: Signer) ->
 def read_signed(adapter: TypeAdapter[_Document], data: bytes, public_key: str, where: str) -> _Document:
     """The document in `data`. Raises FormatError if torn or not canonical, SignatureError if not signed by `public_key`."""
     tree = parse_canonical(data, where)
-    verify(tree, public_key)
+    verify(tree, public_key, where)
     return validate(adapter, data, where)
 
 

@@ -121,7 +121,7 @@ def read_run(store: Store, run: str, pinned_public_key: str | None = None) -> Ru
             f"{key} names another key than the one this machine trusts for run {run!r}",
             hint="if the run was made anew on purpose, remove this machine's state folder of the run",
         )
-    verify(tree, public_key)
+    verify(tree, public_key, key)
     document = validate(_RUN, data, key)
     if document.format != RUN_FORMAT or document.run != run or document.config.run != run:
         raise FormatError(f"{key} is a {document.format} of run {document.run}, not a {RUN_FORMAT} of run {run}")

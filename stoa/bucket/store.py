@@ -72,10 +72,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class RangeReply:
-    """The reply to a ranged read. `chunks` ends with the range or raises what broke it; close it to end early."""
+    """The reply to a ranged read. `chunks` ends with the range or raises what broke it; close it to end early.
+
+    object_bytes: size of the whole object; -1 if the server does not say.
+    """
 
     etag: str
     chunks: Generator[bytes, None, None]
+    object_bytes: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,8 @@ class Store:
                 hint="something on the way answers for the bucket",
             )
         self.meters.add(kind_of(key), down=0)
-        return RangeReply(str(reply["ETag"]), self._chunks(key, reply["Body"], num_bytes))
+        size = int(whole_bytes) if whole_bytes.isdecimal() else -1
+        return RangeReply(str(reply["ETag"]), self._chunks(key, reply["Body"], num_bytes), size)
 
     def _chunks(self, key: str, body: Any, num_bytes: int) -> Generator[bytes, None, None]:
         left = num_bytes

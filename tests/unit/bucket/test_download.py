@@ -140,6 +140,10 @@ def test_object_with_other_bytes_leaves_no_file(store: Store, tmp_path):
         with pytest.raises(DigestError):
             fetch(store, "k/d", tmp_path / "d", num_bytes=num_bytes, sha256="0" * 64)
         assert not (tmp_path / "d").exists()
+    store.create("k/long", DATA + b"and more")
+    with pytest.raises(DigestError, match=f"has {len(DATA) + 8} bytes, {len(DATA)} were promised"):
+        fetch(store, "k/long", tmp_path / "d", num_bytes=len(DATA), sha256=SHA256)
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(ObjectMissingError):
         fetch(store, "k/none", tmp_path / "d", num_bytes=5, sha256=SHA256)
 

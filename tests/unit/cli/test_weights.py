@@ -56,7 +56,10 @@ def test_verify_builds_the_weights_by_every_way(small: SmallRun, capsys):
 
 def test_verify_names_the_object_that_is_damaged_and_the_one_that_is_gone(small: SmallRun, capsys):
     listed = [item.key for item in small.store.list(keys.root("small") + "deltas/")]
-    damaged, gone = listed[0], listed[-1]
+    damaged, gone, longer = listed[0], listed[-1], listed[1]
+    more = small.store.get(longer, max_bytes=1 << 20).data + b"and more"
+    small.store.delete([longer])
+    small.store.create(longer, more)
     data = bytearray(small.store.get(damaged, max_bytes=1 << 20).data)
     data[len(data) // 2] ^= 1
     small.store.delete([damaged, gone])
@@ -64,7 +67,7 @@ def test_verify_names_the_object_that_is_damaged_and_the_one_that_is_gone(small:
     capsys.readouterr()
     assert stoa(["weights", "verify", "small", "--json"]) == Exit.FAULT_FOUND
     where = {fault["where"] for fault in json.loads(capsys.readouterr().out)["faults"]}
-    assert {damaged, gone} <= where
+    assert {damaged, gone, longer} <= where
 
 
 def test_diff_counts_what_differs_between_the_weights_themselves(small: SmallRun, capsys, tmp_path):
