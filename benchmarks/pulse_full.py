@@ -37,7 +37,7 @@ from stoa.config.run import Bucket, Learning, RunConfig
 from stoa.contracts.errors import DiskFullError
 from stoa.weights import grid
 from stoa.weights.history import NUM_READERS, manifest_of
-from stoa.weights.layout import Layout
+from stoa.weights.layout import Layout, TensorSpec
 from stoa.weights.snapshot import Masters
 from stoa.weights.sync import Publisher, Puller
 
@@ -130,15 +130,22 @@ def _process(what: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def _first_masters(layout: Layout) -> Masters:
-    """float32 masters made of one random block over and over; raw tensors are zero."""
+    """float32 masters made of one random block over and over."""
     block = np.random.default_rng(0).standard_normal(1 << 22, np.float32) * np.float32(0.02)
     for spec in layout.tensors:
-        yield spec.name, np.resize(block, spec.shape) if spec.kind == "int8" else np.zeros(spec.shape, np.float32)
+        yield spec.name, np.resize(block, spec.shape) if spec.kind == "int8" else _raw_master(spec)
 
 
 def _no_masters(layout: Layout) -> Iterator[tuple[str, NDArray[np.float32]]]:
     for spec in layout.tensors:
-        yield spec.name, np.broadcast_to(np.float32(0), spec.shape)
+        yield spec.name, np.broadcast_to(np.float32(0), spec.shape) if spec.kind == "int8" else _raw_master(spec)
+
+
+def _raw_master(spec: TensorSpec) -> NDArray[np.float32]:
+    """Norms of one, everything else small and random, the same at every version: a model whose numbers are numbers."""
+    if "norm" in spec.name:
+        return np.ones(spec.shape, np.float32)
+    return np.random.default_rng(len(spec.name)).standard_normal(spec.shape, np.float32) * np.float32(0.05)
 
 
 class _Drawn:
