@@ -75,15 +75,16 @@ class RolloutActivities:
         self._going_on: asyncio.Task[None] | None = None
         self._closed = False
         self._was_lost = False
+        self._is_unasked = False
 
     def served(self) -> list[Callable[..., Any]]:
         """All of them, for the worker."""
         return [self.sweep, self.notice]
 
     @property
-    def plays_unasked(self) -> bool:
-        """True while a sweep is played that nobody has asked for yet."""
-        return any(not play.asked for play in self._unfinished())
+    def is_unasked(self) -> bool:
+        """True from when this Mac began to play by itself until somebody asks for a sweep: perhaps it was lost sight of."""
+        return self._is_unasked
 
     def silent_seconds(self) -> float:
         """Seconds since the engine last moved; 0 while it has nothing to do."""
@@ -98,6 +99,7 @@ class RolloutActivities:
     async def sweep(self, request: SweepRequest) -> SweepResult:
         """Play one sweep and ship its groups."""
         self._stop_going_on()
+        self._is_unasked = False
         self._hold(request)
         play = self._play_of(request)
         try:
@@ -193,6 +195,7 @@ class RolloutActivities:
             request = self._ahead.pop(min(self._ahead))
             if _key_of(request) in self._plays:
                 continue
+            self._is_unasked = True
             _log.info("sweep_unasked", sweep=request.sweep)
             play = self._begin(request, unasked=True)
             await asyncio.wait((play.result,))

@@ -67,7 +67,7 @@ BUCKET_PATIENCE_SECONDS: Final = 20.0
 LONGEST_WAIT_SECONDS: Final = 5.0
 TICK_SECONDS: Final = 1.0
 UNASKED_SECONDS: Final = 10.0
-"""While sweeps are played that nobody asked for, the session is told so often that we are here: it may have lost us."""
+"""After sweeps that nobody asked for, and until somebody asks, the session is told so often that we are here."""
 RESUME_SECONDS: Final = 60.0
 """A worker started on a stopped run waits this long for it to be resumed."""
 GRACEFUL_SECONDS: Final = 30.0
@@ -432,7 +432,7 @@ class _Worker:
             ticked_at = wall
             if activities.take_lost():
                 reason = reason or "lost"
-            if activities.plays_unasked and now - greeted > UNASKED_SECONDS:
+            if activities.is_unasked and now - greeted > UNASKED_SECONDS:
                 reason = reason or "unasked"
             if engine.idle_seconds > config.timeouts.head_poll_seconds < now - looked:
                 looked = now

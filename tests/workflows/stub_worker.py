@@ -4,6 +4,7 @@ The activities, connections and workflows are the real ones; the engines are tho
 """
 
 import asyncio
+import contextlib
 import secrets
 import signal
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from temporalio.client import Client
 from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.service import RPCError
 from temporalio.worker import Worker
 
 from activities.connection import connect_forever, make_runtime, make_worker, supervise
@@ -85,9 +87,10 @@ async def mac(client: Client, run: str, folder: Folder, host: str, stop: asyncio
 
     async def watch() -> None:
         while not stop.is_set():
-            await asyncio.sleep(0.5)
-            if activities.take_lost():
-                await hello("lost")
+            await asyncio.sleep(1.0)
+            if activities.take_lost() or activities.is_unasked:
+                with contextlib.suppress(RPCError):
+                    await hello("lost")
 
     async def make() -> Worker:
         return make_worker(client, names.mac_queue(run, host), activities=activities.served(), max_concurrent_activities=1)

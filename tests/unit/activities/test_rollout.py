@@ -70,9 +70,11 @@ async def test_sweeps_held_ahead_are_played_when_nobody_asks_and_reported_when_s
     assert (first.sweep, first.unasked) == (7, False)
     await until(lambda: engine.played == [7, 8, 9])
     assert engine.tickets == ["t7", "t8", "t9"]
+    assert activities.is_unasked
     late = [await ActivityEnvironment().run(activities.sweep, request(number)) for number in (8, 9)]
     assert [(one.sweep, one.unasked, one.status) for one in late] == [(8, True, "done"), (9, True, "done")]
     assert engine.played == [7, 8, 9]
+    assert not activities.is_unasked
     await activities.close()
 
 
