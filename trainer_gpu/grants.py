@@ -27,8 +27,8 @@ from trainer_gpu.grant_book import MAX_AHEAD, GrantBook
 from trainer_gpu.tickets import TicketCounter
 
 REFRESH_SECONDS = 0.3
-IDLE_SECONDS = 10.0
-"""So long an idle Mac is remembered; it asks again sooner."""
+WAITS_SECONDS = 10.0
+"""So long a Mac that waits is remembered; it asks again sooner."""
 
 log = structlog.get_logger()
 
@@ -94,7 +94,7 @@ class GrantKeeper:
         self._arrived: set[GroupKey] = set()
         self._ended_before: dict[str, int] = {}
         self._away: set[str] = set()
-        self._idle: dict[str, float] = {}
+        self._waiting: dict[str, float] = {}
         self._on_the_way: Outstanding | None = None
         """Counted once for facts that are used again."""
         self._fresh_until = 0.0
@@ -123,7 +123,7 @@ class GrantKeeper:
             return self._tickets.part_ticket(request)
         self._ended_before[request.host] = max(self._ended_before.get(request.host, 0), request.ended_before)
         answer = self._answer(request)
-        self._note_idle(request, answer)
+        self._note_waiting(request, answer)
         if self._tickets is not None and self._head is not None and answer.newest_sweep < 0:
             answer = self._tickets.with_tickets(request, answer, self._head.version, self._arrived)
         return answer
@@ -180,6 +180,7 @@ class GrantKeeper:
         return Grant(self._run, grant.host, grant.sweep, grant.question_ids, grant.min_version)
 
     def _decide(self, request: GrantRequest, head: Head) -> Decision:
+        on_the_way = self._outstanding(head)
         return decide(
             self._rule,
             self._facts(head),
@@ -188,8 +189,8 @@ class GrantKeeper:
             sweep=request.sweep,
             num_groups=request.num_groups,
             now=time.time(),
-            num_kept=self._num_kept(request),
-            on_the_way=self._outstanding(head),
+            num_kept=self._num_kept(request, on_the_way),
+            on_the_way=on_the_way,
         )
 
     def _outstanding(self, head: Head) -> Outstanding:
@@ -209,23 +210,29 @@ class GrantKeeper:
             away=self._away,
         )
 
-    def _num_kept(self, request: GrantRequest) -> int:
-        """Room kept from a Mac that asks ahead: a sweep for each idle Mac, and for more than one ahead a sweep for every Mac."""
-        ahead = request.sweep - self._ended_before[request.host]
-        if ahead <= 0:
-            return 0
-        idle_after = time.monotonic() - IDLE_SECONDS
-        num_idle = sum(host != request.host and asked_at > idle_after for host, asked_at in self._idle.items())
-        num_hosts = len({host for host, _ in self._grants} - self._away)
-        return (num_idle + (ahead - 1) * num_hosts) * request.num_groups
+    def _num_kept(self, request: GrantRequest, on_the_way: Outstanding) -> int:
+        """Room kept from a Mac that still has something to play.
 
-    def _note_idle(self, request: GrantRequest, answer: Grant) -> None:
-        """Remember who asks for the sweep it could play now and gets nothing."""
-        waits = not answer.question_ids and answer.newest_sweep < 0 and request.sweep <= self._ended_before[request.host]
-        if waits:
-            self._idle[request.host] = time.monotonic()
+        A sweep for each Mac that waits for a grant too and has less left to play: room goes where it is needed first. For
+        more than one sweep ahead, a sweep for every Mac as well.
+        """
+        left = on_the_way.left(request.host)
+        waits_after = time.monotonic() - WAITS_SECONDS
+        num_first = sum(
+            on_the_way.left(host) < left
+            for host, asked_at in self._waiting.items()
+            if host != request.host and asked_at > waits_after and host not in self._away
+        )
+        num_ahead = sum(sweep < request.sweep and num > 0 for sweep, num in on_the_way.of_host.get(request.host, {}).items())
+        num_hosts = len({host for host, _ in self._grants} - self._away)
+        return (num_first + max(0, num_ahead - 1) * num_hosts) * request.num_groups
+
+    def _note_waiting(self, request: GrantRequest, answer: Grant) -> None:
+        """Remember who asks and gets nothing."""
+        if answer.question_ids or answer.newest_sweep >= 0:
+            self._waiting.pop(request.host, None)
         else:
-            self._idle.pop(request.host, None)
+            self._waiting[request.host] = time.monotonic()
 
     def _empty(self, request: GrantRequest, reason: str, waits_for: WaitsFor = "") -> Grant:
         return Grant(self._run, request.host, request.sweep, (), reason=reason, waits_for=waits_for)
@@ -234,7 +241,7 @@ class GrantKeeper:
         """Add a grant and forget sweeps of its host that can no longer be open."""
         self._grants[grant.host, grant.sweep] = grant
         if self._on_the_way is not None:
-            self._on_the_way = replace(self._on_the_way, running=self._on_the_way.running + len(grant.question_ids))
+            self._on_the_way = self._on_the_way.granted(grant)
         for old in [key for key in self._grants if key[0] == grant.host and key[1] < grant.sweep - MAX_AHEAD - 1]:
             del self._grants[old]
 

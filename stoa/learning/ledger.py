@@ -71,15 +71,29 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Outstanding:
-    """Groups on the way. waiting: arrived and not settled. running: granted, not arrived, not lost."""
+    """Groups on the way. waiting: arrived and not settled. running: granted, not arrived, not lost.
+
+    of_host: host -> sweep -> running groups, 0 for sweeps that are over by what has arrived.
+    """
 
     waiting: int
     running: int
+    of_host: Mapping[str, Mapping[int, int]] = field(default_factory=dict, compare=False)
 
     @property
     def total(self) -> int:
         """Both."""
         return self.waiting + self.running
+
+    def left(self, host: str) -> int:
+        """Groups this host has still to play."""
+        return sum(self.of_host.get(host, {}).values())
+
+    def granted(self, grant: "GrantRecord") -> "Outstanding":
+        """The same with one more grant."""
+        more = len(grant.question_ids)
+        of_host = {**self.of_host, grant.host: {**self.of_host.get(grant.host, {}), grant.sweep: more}}
+        return Outstanding(self.waiting, self.running + more, of_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +129,11 @@ def outstanding(rule: AdmissionRule, facts: Facts, now: float) -> Outstanding:
         for key in known
         if (key.host, key.sweep) in open_sweeps
     }
-    running = sum((grant.host, grant.sweep, index) not in here for grant in open_grants for index in range(len(grant.question_ids)))
-    return Outstanding(waiting, running)
+    of_host: dict[str, dict[int, int]] = {}
+    for grant in open_grants:
+        missing = sum((grant.host, grant.sweep, index) not in here for index in range(len(grant.question_ids)))
+        of_host.setdefault(grant.host, {})[grant.sweep] = missing
+    return Outstanding(waiting, sum(sum(sweeps.values()) for sweeps in of_host.values()), of_host)
 
 
 def room(rule: AdmissionRule, facts: Facts, now: float) -> int:
@@ -155,7 +172,7 @@ def decide(
             f" played, {facts.num_consumed} were used; {limit} is the most"
         )
         if num_free > 0:
-            reason = f"version {facts.version}: the room for {num_free} groups is kept for Macs that have nothing to play"
+            reason = f"version {facts.version}: the room for {num_free} groups is kept for Macs that have less to play"
         return Decision(None, False, num_free, on_the_way, reason)
     position = next_position(facts.grants)
     min_version = max(0, facts.version - rule.max_staleness)

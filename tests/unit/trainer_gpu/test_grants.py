@@ -12,6 +12,7 @@ from stoa.contracts.errors import FormatError
 from stoa.contracts.fleet_messages import Grant, GrantRequest
 from tests.unit.trainer_gpu.runs import Reports, config_of, start_run
 from trainer_gpu.desk import StateKeeper
+from trainer_gpu.grant_book import MAX_AHEAD
 from trainer_gpu.grants import GrantKeeper
 from trainer_gpu.run_handle import RunHandle
 
@@ -132,12 +133,12 @@ def test_paused_run_grants_nothing_and_says_so(handle: RunHandle) -> None:
 def test_session_that_begins_anew_is_told_the_sweep_to_go_on_with(handle: RunHandle) -> None:
     head(handle)
     desk = keeper(handle)
-    for sweep in range(5):
-        ask(desk, "a", sweep, num=2)
+    for sweep in range(MAX_AHEAD + 2):
+        assert len(ask(desk, "a", sweep, num=1).question_ids) == 1
     answer = ask(keeper(handle), "a", 0)
-    assert (answer.question_ids, answer.newest_sweep) == ((), 4)
-    # One sweep may be played while three more are granted already: that one is not over.
-    assert len(ask(desk, "a", 1).question_ids) == 2
+    assert (answer.question_ids, answer.newest_sweep) == ((), MAX_AHEAD + 1)
+    # One sweep may be played while so many more are granted already: that one is not over.
+    assert len(ask(desk, "a", 1).question_ids) == 1
 
 
 def test_damaged_grant_and_strangers_cost_other_macs_nothing(handle: RunHandle) -> None:
@@ -175,12 +176,29 @@ def test_answer_says_what_it_waits_for(handle: RunHandle) -> None:
 def test_mac_that_asks_ahead_does_not_take_the_room_of_an_idle_one(handle: RunHandle) -> None:
     head(handle)
     desk = keeper(handle)
-    arrived = arrive(handle, ask(desk, "a", 0)) + arrive(handle, ask(desk, "b", 0))
+    grants = ask(desk, "a", 0), ask(desk, "b", 0)
+    arrived = [*arrive(handle, grants[0])[:7], *arrive(handle, grants[1])]
+    handle.store.delete([keys.group("test", 0, "a", 0, 7)])  # a still plays its last group
     assert ask(desk, "c", 0).waits_for == "room"
     write_drop_note(handle.store, "test", 1001, 0, [Dropped(key, "all_zero") for key in arrived[:4]])
     ahead = ask(desk, "a", 1)
     assert (ahead.question_ids, ahead.waits_for) == ((), "turn")
     assert len(ask(desk, "c", 0, num=4).question_ids) == 4
+
+
+def test_room_goes_first_to_the_mac_that_has_least_left_to_play(handle: RunHandle) -> None:
+    head(handle)
+    desk = keeper(handle)
+    quick, slow = (arrive(handle, ask(desk, host, 0)) for host in ("quick", "slow"))
+    handle.store.delete(slow[3:])  # 3 of 8 are there
+    assert ask(desk, "quick", 1).waits_for == ask(desk, "slow", 1).waits_for == "room"
+    write_drop_note(handle.store, "test", 1001, 0, [Dropped(key, "all_zero") for key in quick[:4]])
+    assert ask(desk, "slow", 1, num=4).waits_for == "turn"
+    # Nobody has said that quick's sweep is over, but all its groups are there: it has nothing to play.
+    assert len(ask(desk, "quick", 1, num=4).question_ids) == 4
+    write_drop_note(handle.store, "test", 1001, 1, [Dropped(key, "all_zero") for key in quick[4:]])
+    # Now quick has 4 groups to play, and slow 5: who asks first gets it, since quick asks for nothing.
+    assert len(ask(desk, "slow", 1, num=4).question_ids) == 4
 
 
 def test_more_than_one_sweep_ahead_is_granted_while_there_is_room_for_everybody(handle: RunHandle) -> None:
