@@ -176,12 +176,13 @@ class SigmoidRouter(TopKRouter):
     def _choose(self, ranked: torch.Tensor) -> torch.Tensor:
         """Expert numbers [T, K]: the best by `ranked` [T, E], or the replayed ones."""
         if self.router_replay is None:
-            return torch.topk(ranked, self.topk, dim=1).indices
+            return _topk(ranked, self.topk)[1]
         return self.router_replay.get_replay_topk(ranked, self.topk, None, None, _topk)[1]
 
 
 def _topk(
     scores: torch.Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    values, indices = torch.topk(scores, topk, dim=1)
-    return values, indices
+    """The best of each row and where they are, the lower index first among equals, which `torch.topk` does not promise."""
+    values, indices = torch.sort(scores, dim=1, descending=True, stable=True)
+    return values[:, :topk], indices[:, :topk]
