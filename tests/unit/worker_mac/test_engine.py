@@ -3,6 +3,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -250,6 +251,32 @@ def test_an_evaluation_does_not_depend_on_how_questions_are_dealt(published: Pub
         for k in (keys.eval_part("demo", 0, "e", part, host) for part, (host, _) in enumerate(deals))
     ]
     assert found[0] | found[1] == found[2]
+
+
+def test_an_evaluation_samples_as_its_settings_say_and_training_does_not(published: Publishing, tmp_path: Path) -> None:
+    """At temperature 0 nothing is left to chance, whatever the seed; the settings are the evaluation's alone."""
+    found = {}
+    for seed in (1, 2):
+        evaluation = published.document.config.evaluation.model_copy(update={"temperature": 0.0, "top_k": 5, "top_p": 0.9, "min_p": 0.01})
+        config = published.document.config.model_copy(update={"seed": seed, "evaluation": evaluation})
+        folder = tmp_path / f"mac-{seed}"
+        engine = MacEngine(
+            published.store, replace(published.document, config=config), Dialogue(), host=f"mac-{seed}", folder=folder,
+            model_folder=tmp_path / "base",
+        )  # fmt: skip
+        request = SweepRequest("demo", f"mac-{seed}", 0, "eval", ("40", "41", "42"), 1, version=0, evaluation=f"e{seed}", part=0)
+        (key,) = engine.sweep(request, Quiet()).keys
+        found[seed] = decode_group(published.store.get(key, max_bytes=MAX_GROUP_BYTES).data)
+        assert found[seed].temperature == 0.0
+        if seed == 2:
+            engine.sweep(train_request(1, host="mac-2"), Quiet())
+            groups = groups_of(published.store, 0, 1, "mac-2")
+            assert {group.temperature for group in groups.values()} == {1.0}
+            assert len({episode.ids.tobytes() for episode in groups[0].episodes}) > 1
+        engine.close()
+    for one, other in zip(found[1].episodes, found[2].episodes, strict=True):
+        np.testing.assert_array_equal(one.ids, other.ids)
+        assert (one.logprobs == 0).all()
 
 
 def test_an_ending_run_plays_no_more_training_sweeps(published: Publishing, make: object) -> None:
