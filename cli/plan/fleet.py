@@ -292,7 +292,7 @@ class Simulation:
             self._at(self._now + ASK_AGAIN_SECONDS * self._chance.random(), self._grant)
 
     def _grant(self) -> None:
-        """Room goes to Macs that have nothing to play, then to those that ask ahead."""
+        """Room goes to the Macs that have least left to play: those with nothing first."""
         self._asking = False
         room = self._room()
         if room < 1:
@@ -301,6 +301,7 @@ class Simulation:
         ahead = [m for m in self._machines if m.present and m.asked_since < 0 and m.left_of_sweep and m.granted < self._fleet.max_ahead]
         self._chance.shuffle(idle)
         self._chance.shuffle(ahead)
+        ahead.sort(key=self._owed)
         for machine in (*idle, *ahead):
             if room < 1:
                 return
