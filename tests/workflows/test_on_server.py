@@ -100,6 +100,26 @@ async def test_signals_and_updates_that_come_while_the_run_continues_as_new_are_
     assert len(world.acquisitions) == 1
 
 
+async def test_run_that_waits_for_a_trainer_for_weeks_does_not_outgrow_its_history(client: Client) -> None:
+    world = World(client)
+    given = rules(stop=StopConditions(), continue_after_events=40, census_seconds=1e9)
+    queue = names.control_queue(given.run)
+    async with make_worker(client, queue, workflows=[RunWorkflow], activities=world.desk_activities(), graceful_seconds=0):
+        await client.start_workflow(RunWorkflow.run, given, id=names.run_workflow_id(given.run), task_queue=queue)
+        newest = client.get_workflow_handle_for(RunWorkflow.run, names.run_workflow_id(given.run))
+        for number in range(40):
+            event = "joined" if number % 2 == 0 else "left"
+            await newest.signal(names.FLEET_EVENT, FleetEvent(given.run, f"mac-{number // 2 % 3}", "s", event))  # type: ignore[arg-type]
+            await asyncio.sleep(0.02)
+        status = await until(newest, lambda status: "waiting for a trainer" in status.waiting_for)
+        chain = await num_runs(client, newest.id)
+        assert (await newest.describe()).history_length < 80
+        await newest.execute_update(names.STOP, Ask("enough"), result_type=RunStatus)
+        assert (await newest.result()).end_reason == "enough"
+    assert status.num_macs == 0
+    assert chain >= 3
+
+
 async def num_runs(client: Client, workflow_id: str) -> int:
     """Runs of one workflow so far, each the continuation of the one before."""
     found = 0
