@@ -55,6 +55,7 @@ DEPENDS_ON_WHEN = (
     "staleness",
     "_lag_",
     "pull_latency",
+    "publish_latency",
     "queue_seconds",
     "stale_group",
     "dropped",
@@ -327,7 +328,7 @@ def main() -> None:
         return
     found = measure(asked.kills, asked.steps, asked.seed)
     if asked.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found))
         return
     for name, value in found.items():
         print(f"{name:40} {value}", file=sys.stdout)

@@ -177,11 +177,15 @@ class TrainerEngine:
         except StoaError:
             lease.intake.put_back()
             raise
-        train_seconds = time.time() - started
+        lease.stepped_at = time.time()
+        train_seconds = lease.stepped_at - started
         metrics = {**outcome.metrics, **drop_metrics(taken.dropped, taken.refused, len(taken.groups)), **taken.metrics}
         if lease.fresh_changed_fraction is not None:
             metrics["changed_fraction"] = lease.fresh_changed_fraction
             lease.fresh_changed_fraction = None
+        named, lease.fresh_latency = lease.fresh_latency, None
+        if named is not None:
+            metrics["publish_latency_version"], metrics["publish_latency_seconds"] = named
         metrics |= lease.eval_watch.news(lease.alarms.eval_seen)
         alarms = lease.alarms.ring(metrics)
         outcome = replace(outcome, metrics={**metrics, **alarms.metrics})
@@ -221,6 +225,7 @@ class TrainerEngine:
         step, step_manifest_key = lease.step, lease.step_manifest_key
         progress.report(f"publishing version {lease.version + 1} of step {step}")
         named = {} if checkpoint_key is None else {"checkpoint_key": checkpoint_key}
+        stepped_at, lease.stepped_at = lease.stepped_at, 0.0
 
         def swap(prepared: Prepared) -> None:
             # Known before HEAD names it: a fast Mac's first groups must not come too early.
@@ -235,6 +240,8 @@ class TrainerEngine:
                 published_at=time.time(),
                 **named,
             )
+            if stepped_at:
+                lease.fresh_latency = prepared.version, time.time() - stepped_at
 
         version = lease.version + 1
         changed_fraction = lease.publisher.publish(

@@ -5,7 +5,7 @@ The only maker of a `RunRecord`. It never writes. What is not there yet (before 
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -156,7 +156,8 @@ class Collector:
         steps = tuple(_step_row(key, manifest) for key, manifest in self._steps)
         started_at = status.started_at if status is not None and status.started_at else facts.created_at
         done_at = {row.step: row.started_at + row.train_seconds for row in steps}
-        versions = tuple(_version_row(link, done_at) for link in self._chain)
+        latencies = _latencies(steps)
+        versions = tuple(_version_row(link, done_at, latencies) for link in self._chain)
         newest = max([started_at, *done_at.values(), *(row.published_at for row in versions)])
         ended_at = time.time() if self._control is not None else newest
         if state in _ENDED:
@@ -235,7 +236,14 @@ def _step_row(key: str, manifest: StepManifest) -> StepRow:
     )
 
 
-def _version_row(link: _Link, done_at: Mapping[int, float]) -> VersionRow:
+def _latencies(steps: Sequence[StepRow]) -> Mapping[int, float]:
+    """Version -> seconds from its last optimizer step to HEAD naming it, as the trainer measured them."""
+    told = [row.metrics for row in steps if "publish_latency_version" in row.metrics]
+    return {int(metrics["publish_latency_version"]): metrics["publish_latency_seconds"] for metrics in told}
+
+
+def _version_row(link: _Link, done_at: Mapping[int, float], latencies: Mapping[int, float]) -> VersionRow:
+    """`latencies`: as the trainer measured them, by version; for others the manifest's own time stands in."""
     manifest = link.manifest
     parent = manifest.parent
     done = done_at.get(manifest.step, 0.0)
@@ -256,5 +264,5 @@ def _version_row(link: _Link, done_at: Mapping[int, float]) -> VersionRow:
         anchor_bytes=manifest.anchor.num_bytes,
         anchor_version=manifest.anchor.version,
         changed_fraction=manifest.stats.changed_fraction,
-        latency_seconds=0.0 if repeated else manifest.created_at - done,
+        latency_seconds=0.0 if repeated else latencies.get(manifest.version, manifest.created_at - done),
     )

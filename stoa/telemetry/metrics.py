@@ -104,6 +104,8 @@ CATALOGUE: Final = (
     Metric("changed_fraction", "", "neither", "the share of int8 codes that a version changes"),
     Metric("delta_bytes", "bytes", "lower", "the size of a version's delta"),
     Metric("anchor_bytes", "bytes", "neither", "the size of a version's anchor"),
+    Metric("publish_latency_seconds", "seconds", "lower", "the time from a version's last optimizer step to HEAD naming it"),
+    Metric("publish_latency_version", "versions", "neither", "the version that publish_latency_seconds is of"),
     Metric("num_clipped", "", "lower", "the weights whose master lies beyond the grid"),
 )
 

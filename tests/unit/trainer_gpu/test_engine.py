@@ -140,11 +140,15 @@ def test_version_with_a_checkpoint_is_on_its_way_while_the_next_step_is_taken(st
         held.let_go.set()
         head = await_version(handle, 1)
         assert (head.step, head.checkpoint_key) == (1, keys.checkpoint("test", token, 1, MANIFEST))
-        engine.publish(PublishRequest("test", token, 2, anchor=False, checkpoint=True), progress)
-        engine.checkpoint(CheckpointRequest("test", token, 2), progress)
+        stepped = engine.train_step(StepRequest("test", token, 3), progress)
+        metrics = read_step(store, "test", stepped.manifest_key).metrics
+        assert metrics["publish_latency_version"] == 1
+        assert 0 < metrics["publish_latency_seconds"] < 300, "from the end of step 1 to HEAD naming version 1"
+        engine.publish(PublishRequest("test", token, 3, anchor=False, checkpoint=True), progress)
+        engine.checkpoint(CheckpointRequest("test", token, 3), progress)
         kept = {place.step for _, place in keys.ours((i.key for i in store.list(keys.checkpoints_prefix("test"))), keys.parse_checkpoint)}
-        assert kept == {1, 2}, "the first one, of step 0, went once HEAD named its second successor"
-        assert head_of(handle).checkpoint_key == keys.checkpoint("test", token, 2, MANIFEST)
+        assert kept == {1, 3}, "the first one, of step 0, went once HEAD named its second successor"
+        assert head_of(handle).checkpoint_key == keys.checkpoint("test", token, 3, MANIFEST)
     finally:
         held.let_go.set()
         engine.close()
