@@ -68,7 +68,8 @@ def launch(config: RunConfig, control: Control, *, resume: bool = False, state: 
     document = _go_on(config, store, control, state) if resume else _claim(config, store, layout, state)
     if document.layout_id != layout.layout_id:
         raise CheckpointError(f"{config.model}: not the architecture run {config.run} was started with")
-    control.start_run(run_input(config))
+    start = run_input(config)
+    control.start_run(control.carried_over(start) if resume else start)
     return Launched(document, layout, resume)
 
 

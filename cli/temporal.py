@@ -5,6 +5,7 @@ Synchronous, with a limit on every call. What the workflows do is theirs; server
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -72,6 +73,14 @@ class Control:
     def result(self, run: str) -> RunResult:
         """How an ended run ended. Raises ServiceError with the cause if its workflow failed."""
         return self._call(self._result(run), run)
+
+    def carried_over(self, start: RunInput) -> RunInput:
+        """`start` with what the run of this name has used and decided before, as far as its ended workflow tells."""
+        try:
+            before = self.result(start.run)
+        except (ServiceError, RunMissingError):
+            return start
+        return replace(start, gpu_hours=before.gpu_hours, quarantined=before.quarantined)
 
     def fleet(self, run: str) -> tuple[FleetMember, ...]:
         """Members of the run's fleet that are listed, all pages."""

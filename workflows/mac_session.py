@@ -374,7 +374,7 @@ class MacSessionWorkflow:
     async def _continue(self) -> None:
         await workflow.wait_condition(lambda: workflow.all_handlers_finished() and self._teller is None)
         # A grant on its way is let go: asked again under the same number it is the same.
-        if not self._is_disturbed():
+        if not (self._parts or self._state.owed or self._state.state in ("away", "ended")):
             workflow.continue_as_new(replace(self._given, next_sweep=self._state.sweep, totals=dump(self._state)))
 
     def _show(self) -> None:

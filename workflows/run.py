@@ -52,7 +52,7 @@ with workflow.unsafe.imports_passed_through():
         VersionsPage,
         VersionsQuery,
     )
-    from workflows import fleet, limits, plan
+    from workflows import costs, fleet, limits, plan
     from workflows.apply import apply
     from workflows.calls import call, failure_kind, failure_text, is_hopeless
     from workflows.events import (
@@ -126,7 +126,8 @@ class RunWorkflow:
         if state.failure_type:
             raise ApplicationError(state.reason, type=state.failure_type, non_retryable=True)
         reason = plan.end_reason(state, self._rules, workflow.time())
-        return RunResult(self._rules.run, reason, state.step, max(state.version, 0), state.results)
+        hours = round(costs.gpu_hours(state, workflow.time()), 4)
+        return RunResult(self._rules.run, reason, state.step, max(state.version, 0), state.results, hours, fleet.quarantined(state))
 
     def _start_lanes(self) -> None:
         now = workflow.time()

@@ -233,8 +233,11 @@ def dump(carried: RunProgress | SessionProgress) -> str:
 
 
 def first_run_progress(given: RunInput, now: float) -> RunProgress:
-    """The carried memory, or a new run's at time `now`."""
-    return _load(given.carried, RunProgress) if given.carried else RunProgress(started_at=now)
+    """The carried memory, or a new run's at time `now`, with what a resumed one brings from before."""
+    if given.carried:
+        return _load(given.carried, RunProgress)
+    banned = tuple(Banned(host, "quarantined", "since before the run was resumed") for host in given.quarantined)
+    return RunProgress(started_at=now, gpu_seconds=given.gpu_hours * 3600.0, banned=banned)
 
 
 def first_session_progress(given: SessionInput) -> SessionProgress:

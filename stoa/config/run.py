@@ -349,7 +349,7 @@ class Stop(Section):
     target_pass_at_1: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Held-out pass@1 that is enough: the lower end of a result's 95 % interval must reach it."""
     max_gpu_hours: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
-    """GPUs times hours for which trainers have held the run."""
+    """GPUs times hours for which trainers have held the run, also before it was resumed."""
     max_dollars: Annotated[float, Field(ge=0.0, le=1e12)] = 0.0
     """What those hours cost; needs dollars_per_gpu_hour."""
     dollars_per_gpu_hour: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0

@@ -59,6 +59,10 @@ class RunInput:
     """Anchors come when joining Macs would fetch more beyond the last one than a new one costs; see `workflows.anchors`."""
     census_seconds: float = 60.0
     """Time between two looks at a page of the fleet."""
+    gpu_hours: float = 0.0
+    """Used before the run was resumed."""
+    quarantined: tuple[str, ...] = ()
+    """Hosts that were quarantined before the run was resumed."""
 
 
 @dataclass(frozen=True)
@@ -324,3 +328,5 @@ class RunResult:
     step: int
     version: int
     evaluations: tuple[EvaluationResult, ...] = field(default=())
+    gpu_hours: float = 0.0
+    quarantined: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,7 @@ def test_status_ends_cleanly_time_after_time(running: Server) -> None:
         ([("anchors", RUN, "--every", "7")], "at least every 7 versions"),
         ([("quarantine", RUN, "mac-1", "--reason", "a test"), ("quarantine", RUN, "mac-1", "--release")], "groups of mac-1"),
         ([("drain", RUN, "mac-1")], "lets mac-1 finish its sweep"),
+        ([("quarantine", RUN, "mac-2")], "takes no more groups of mac-2"),
         ([("setup",)], "/stoa: ready"),
     ],
     ids=lambda value: value[0][0] if isinstance(value, list) else "",
@@ -76,3 +78,10 @@ def test_stop_of_a_run_without_macs_or_trainer_is_prompt(running: Server) -> Non
     while json.loads(clean(stoa("status", RUN, "--json", env=running.env)))["state"] != "stopped":
         assert time.monotonic() - began < 45
         time.sleep(1)
+
+
+def test_run_that_goes_on_remembers_who_was_quarantined(running: Server, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f'run = "{RUN}"\n')
+    assert stoa("run", str(tmp_path / "run.toml"), "--resume", "--detach", env=running.env).returncode == 0
+    listed = json.loads(clean(stoa("fleet", RUN, "--json", env=running.env)))["macs"]
+    assert [(one["host"], one["state"]) for one in listed] == [("mac-2", "quarantined")]

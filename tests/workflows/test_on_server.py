@@ -199,6 +199,27 @@ async def test_memory_of_a_session_survives_continue_as_new(client: Client) -> N
     assert [event.event for event in world.fleet] == ["joined"]
 
 
+async def test_quarantined_session_continues_as_new_while_its_mac_says_hello_for_weeks(client: Client) -> None:
+    world = World(client)
+    start = given(continue_after_events=60)
+    async with session(Env(client), start, world) as handle:
+        await handle.signal(names.STANDING, Standing(start.run, "mac-1", "quarantined", "edited rewards"))
+        newest = client.get_workflow_handle_for(MacSessionWorkflow.run, handle.id)
+        for _ in range(60):
+            await newest.signal(names.HELLO, Hello("mac-1", "nonce-1", reason="silence"))
+            await asyncio.sleep(0.02)
+        status = await until_session(newest, lambda status: status.state == "quarantined")
+        assert status.reason == "edited rewards"
+        description = await newest.describe()
+        assert description.run_id != handle.first_execution_run_id
+        assert description.history_length < 90
+        await newest.signal(names.STANDING, Standing(start.run, "mac-1", "free"))
+        before = status.num_sweeps
+        await until_session(newest, lambda status: status.num_sweeps > before)
+        await stop(newest)
+    assert [notice.kind for notice in world.notices] == ["quarantined", "free"]
+
+
 class Fleet:
     """Sessions of some Macs with one world, and an evaluation among them."""
 

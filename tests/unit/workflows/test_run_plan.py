@@ -520,3 +520,12 @@ def test_lease_is_numbered_above_the_one_in_head_and_asked_for_again_after_a_fen
     assert plan.next_for_trainer(state, RULES, 0.0) == plan.FindLease()
     state = apply(LeaseFound(7002), state, RULES, 0.0)
     assert plan.next_for_trainer(state, RULES, 0.0) == plan.Acquire(8)
+
+
+def test_resumed_run_goes_on_with_its_budget_and_its_quarantine() -> None:
+    rules = replace(RULES, gpu_hours=1.5, quarantined=("mac-1",), stop=StopConditions(max_gpu_hours=2.0))
+    state = first_run_progress(rules, 1000.0)
+    assert fleet.quarantined(state) == ("mac-1",)
+    state = apply(Acquired(1001, "box", "q", 0, 0, num_gpus=2), state, rules, 1000.0)
+    assert plan.end_reason(state, rules, 1899.0) == ""
+    assert plan.end_reason(state, rules, 1900.0) == "2 GPU hours are used"
