@@ -15,8 +15,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -30,6 +32,12 @@ from stoa.config.host import MacHost
 from stoa.config.run import Bucket, Rollout
 from stoa.contracts.errors import DiskFullError
 from stoa.weights.sync import Puller
+
+if TYPE_CHECKING:
+    from worker_mac.player import Player
+    from worker_mac.sweep import Casting
+    from worker_mac.versions import Served
+    from worker_mac.weights import LiveWeights
 
 NEEDED_DISK_BYTES: Final = 22_000_000_000
 MEMORY_BYTES: Final = 11_453_000_000
@@ -91,51 +99,56 @@ def _process(arguments: list[str]) -> dict[str, Any]:
     return json.loads(done.stdout.strip().rpartition("\n")[2])
 
 
-def _sweep(store: Store, scratch: Path, seconds: float) -> dict[str, Any]:
-    import mlx.core as mx
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Weights of the second version in MLX's memory, and what bringing them there took."""
 
-    from worker_mac.guest import Guest
-    from worker_mac.memory import CACHE_BYTES
-    from worker_mac.model import Model
-    from worker_mac.model_config import read_model_config
-    from worker_mac.player import Player
-    from worker_mac.sampler import seed_of
-    from worker_mac.sweep import Casting
-    from worker_mac.versions import Served
+    live: "LiveWeights"
+    state_id: str
+    times: dict[str, float]
+    num_changes: int
+
+
+def _join(store: Store, folder: Path) -> _Joined:
+    """Load the anchor in place, then take the delta."""
     from worker_mac.weights import LiveWeights
 
-    class SmallMac(Player):
-        """A Mac of 16 GB, as its owner allows by default."""
+    document = read_run(store, RUN)
+    head, _ = read_head(store, RUN, document.public_key)
+    puller = Puller(store, document, folder)
+    clock = [time.monotonic()]
+    live = LiveWeights(puller.layout)
+    state = puller.build(head, 0, into=live.state)
+    clock.append(time.monotonic())
+    staged = puller.stage(head, 0, str(state.verified_id))
+    clock.append(time.monotonic())
+    live.settle()
+    puller.apply(staged, live.state)
+    clock.append(time.monotonic())
+    puller.verify(staged, live.state)
+    clock.append(time.monotonic())
+    names = ("load_seconds", "stage_seconds", "apply_pause_seconds", "rescan_seconds")
+    times = {name: after - before for name, (before, after) in zip(names, pairwise(clock), strict=True)}
+    return _Joined(live, staged.state_id, times, sum(hop.ref.num_changed for hop, _ in staged.deltas))
 
+
+def _small_mac(folder: Path) -> "Player":
+    """A player on a Mac of 16 GB, as its owner allows by default."""
+    from worker_mac.guest import Guest
+    from worker_mac.model_config import read_model_config
+    from worker_mac.player import Player
+
+    class SmallMac(Player):
         def _memory_bytes(self) -> int | None:
             return int(MEMORY_BYTES * MacHost().memory_fraction)
 
-    mx.set_default_device(mx.cpu)
-    mx.set_cache_limit(CACHE_BYTES)
-    idle_bytes = _resident_bytes()
-    document = read_run(store, RUN)
-    head, _ = read_head(store, RUN, document.public_key)
-    puller = Puller(store, document, scratch / "mac")
-    started = time.monotonic()
-    live = LiveWeights(puller.layout)
-    state = puller.build(head, 0, into=live.state)
-    joined = time.monotonic()
-    staged = puller.stage(head, 0, str(state.verified_id))
-    staged_at = time.monotonic()
-    puller.apply(staged, live.state)
-    applied = time.monotonic()
-    puller.verify(staged, live.state)
-    verified = time.monotonic()
-    config, layout = read_model_config(MODEL), full_layout()
-    model = Model(config, live.arrays, dtype=mx.float32)
-    folder = scratch / "state"
     folder.mkdir()
-    player = SmallMac(
-        Endless(), Rollout(group_size=GROUP_SIZE), layout, config, Guest(MacHost()), folder=folder, state_folder=folder
-    )  # fmt: skip
-    groups = player.groups
-    castings = [Casting(group, str(group), seed_of(group, one)) for group in range(groups) for one in range(GROUP_SIZE)]
-    plan = player._plan(castings)
+    rollout, guest = Rollout(group_size=GROUP_SIZE), Guest(MacHost())
+    return SmallMac(Endless(), rollout, full_layout(), read_model_config(MODEL), guest, folder=folder, state_folder=folder)
+
+
+def _decode(player: "Player", served: "Served", castings: Sequence["Casting"], seconds: float) -> list[tuple[float, int]]:
+    """Play until time is up and something was sampled; (when, tokens sampled so far) after each step."""
     steps: list[tuple[float, int]] = []
     until = time.monotonic() + seconds
 
@@ -143,35 +156,57 @@ def _sweep(store: Store, scratch: Path, seconds: float) -> dict[str, Any]:
         steps.append((time.monotonic(), tokens))
         print(f"{tokens} tokens after {len(steps)} steps, peak {_peak_bytes() / 1e9:.2f} GB", file=sys.stderr, flush=True)
 
+    def should_stop() -> bool:
+        return time.monotonic() > until and len(steps) > 1 and steps[-2][1] > 0
+
+    # There is no watchdog here, and every step is slow: all rows go into each.
     player._pace.tokens = len(castings) + 64
-    player._pace.saw = lambda num_tokens, seconds: None  # there is no watchdog here, and every step is slow
-    played = player.play(
-        Served(1, staged.state_id, model, live), castings, lambda group, ended: None,
-        should_stop=lambda: time.monotonic() > until and bool(steps) and steps[-1][1] > 0, on_step=on_step,
-    )  # fmt: skip
-    measured = _peak_bytes() - idle_bytes
+    player._pace.saw = lambda num_tokens, seconds: None
+    player.play(served, castings, lambda group, ended: None, should_stop=should_stop, on_step=on_step)
+    return steps
+
+
+def _sweep(store: Store, scratch: Path, seconds: float) -> dict[str, Any]:
+    import mlx.core as mx
+
+    from worker_mac.memory import CACHE_BYTES
+    from worker_mac.model import Model
+    from worker_mac.model_config import read_model_config
+    from worker_mac.sampler import seed_of
+    from worker_mac.sweep import Casting
+    from worker_mac.versions import Served
+
+    mx.set_default_device(mx.cpu)
+    mx.set_cache_limit(CACHE_BYTES)
+    idle_bytes = _resident_bytes()
+    joined = _join(store, scratch / "mac")
+    model = Model(read_model_config(MODEL), joined.live.arrays, dtype=mx.float32)
+    player = _small_mac(scratch / "state")
+    groups = player.groups
+    castings = [Casting(group, str(group), seed_of(group, one)) for group in range(groups) for one in range(GROUP_SIZE)]
+    plan = player._plan(castings)
+    steps = _decode(player, Served(1, joined.state_id, model, joined.live), castings, seconds)
+    peak = _peak_bytes()
     return {
-        "peak_resident_bytes": _peak_bytes(),
-        "fits": _peak_bytes() <= MOST_BYTES,
+        "peak_resident_bytes": peak,
+        "fits": peak <= MOST_BYTES,
         "planned_bytes": plan.total_bytes,
-        "measured_bytes": measured,
-        "measured_over_planned": measured / plan.total_bytes,
+        "measured_bytes": peak - idle_bytes,
+        "measured_over_planned": (peak - idle_bytes) / plan.total_bytes,
         "mlx_peak_bytes": mx.get_peak_memory(),
+        "idle_bytes": idle_bytes,
         "groups": groups,
         "episodes": len(castings),
         "pages": plan.num_pages,
         "longest_tokens": LONGEST_TOKENS,
-        "sampled_tokens": played.num_sampled_tokens,
-        "steps": played.num_steps,
-        "weights_bytes": layout.num_bytes,
+        "sampled_tokens": steps[-1][1],
+        "steps": len(steps),
+        "weights_bytes": plan.weights_bytes,
         "pool_bytes": plan.pool_bytes,
         "step_bytes": plan.step_bytes,
-        "load_seconds": joined - started,
-        "stage_seconds": staged_at - joined,
-        "apply_pause_seconds": applied - staged_at,
-        "rescan_seconds": verified - applied,
-        "changes": sum(hop.ref.num_changed for hop, _ in staged.deltas),
+        "changes": joined.num_changes,
         "tokens_per_second": _rate(steps),
+        **joined.times,
         "conditions": {"memory_bytes": MEMORY_BYTES, "memory_fraction": MacHost().memory_fraction, "activations": "fp32", "pages": "bf16"},
     }
 
