@@ -81,10 +81,10 @@ class Options:
 class Absent:
     """Rates an hour and mean seconds of a Mac's absences, compressed as its sweeps are."""
 
-    sleeps_per_hour: float = 4.0
-    sleep_seconds: float = 30.0
-    leaves_per_hour: float = 2.0
-    leave_seconds: float = 40.0
+    sleeps_per_hour: float = 12.0
+    sleep_seconds: float = 15.0
+    leaves_per_hour: float = 6.0
+    leave_seconds: float = 15.0
 
 
 ABSENT: Final = Absent()
@@ -119,7 +119,7 @@ class Run:
         self.members = draw_members(options)
         self.hosts = [member["host"] for member in self.members]
         self._processes: dict[str, Child] = {}
-        self.facts = Facts(step_overhead_seconds=0.15, hold_seconds=0.3, turn_seconds=0.2)
+        self.facts = Facts(0.15, 0.3, 0.2)
         self.detection: list[float] = []
         self.step_seconds = 1.0
 
@@ -148,21 +148,23 @@ class Run:
         except StoaError:
             return 0
 
-    def set_pace(self, share: float) -> None:
-        """Let the trainer take this share of what the fleet can bring: present Macs, no waiting, flat groups left out."""
+    def set_pace(self, share: float, rate: float = 0.0) -> None:
+        """Let the trainer take this share of what the fleet can bring, or of `rate` usable groups a second."""
+        options, facts = self._options, self.facts
+        cycle = options.groups_per_step / ((rate or self._usable_rate()) * share)
+        self.step_seconds = max(0.05, cycle - facts.step_overhead_seconds - facts.hold_seconds / STEPS_PER_VERSION)
+        self._plant.set_pace(self.step_seconds)
+
+    def _usable_rate(self) -> float:
+        """What Macs can bring a second that are there, wait for nothing and are as slow as this machine makes them."""
         options, facts = self._options, self.facts
         absent = ABSENT.sleeps_per_hour * ABSENT.sleep_seconds + ABSENT.leaves_per_hour * ABSENT.leave_seconds
         rate = 0.0
         for index, member in enumerate(self.members):
             present = 1.0 if index < NUM_VICTIMS else 3600.0 / (3600.0 + absent)
-            rate += (
-                present
-                * options.groups
-                / (member["play"]["sweep_seconds"] + facts.turn_seconds + 3 * member.get("round_trip_seconds", 0.0))
-            )
-        cycle = options.groups_per_step / (rate * (1 - options.flat_fraction) * share)
-        self.step_seconds = max(0.05, cycle - facts.step_overhead_seconds - facts.hold_seconds / STEPS_PER_VERSION)
-        self._plant.set_pace(self.step_seconds)
+            turn = facts.turn_seconds + 3 * member.get("round_trip_seconds", 0.0)
+            rate += present * options.groups / (member["play"]["sweep_seconds"] * facts.stretch + turn)
+        return rate * (1 - options.flat_fraction)
 
     async def snapshot(self) -> Snapshot:
         """Now. Of large fleets only some sessions are asked."""
@@ -208,11 +210,13 @@ def window_steps(record: RunRecord, start: float, end: float) -> list[StepRow]:
     return [row for row in record.steps if start <= row.started_at < end]
 
 
-def facts_of(record: RunRecord, before: Snapshot, after: Snapshot) -> Facts:
-    """What the simulation must be told of these machines, measured in a window: pauses of trainer and control plane.
+def facts_of(plant: Plant, members: Sequence[dict[str, Any]], before: Snapshot, after: Snapshot) -> Facts:
+    """What the simulation must be told of these machines, measured in a window.
 
-    A Mac's turn is its time between sweeps beside waits for room, for other Macs' turn and for a version.
+    Pauses of trainer and control plane, and how much longer than asked a sweep takes. A Mac's turn is its time between
+    sweeps beside waits for room, for other Macs' turn and for a version.
     """
+    record = record_of(plant)
     plain: list[float] = []
     publishing: list[float] = []
     for last, row in pairwise(window_steps(record, before.at, after.at)):
@@ -222,7 +226,30 @@ def facts_of(record: RunRecord, before: Snapshot, after: Snapshot) -> Facts:
     hold = statistics.fmean(publishing) - overhead if publishing else 0.3
     macs = shares(before, after)
     turn = macs["mac_idle_share"] - sum(macs["waits"].get(name, 0.0) for name in WAITS)
-    return Facts(overhead, max(0.0, hold), max(0.0, turn) * macs["seconds"] / max(1, macs["sweeps"]))
+    return Facts(
+        overhead, max(0.0, hold), max(0.0, turn) * macs["seconds"] / max(1, macs["sweeps"]), stretch(plant, members, before, after)
+    )
+
+
+def stretch(plant: Plant, members: Sequence[dict[str, Any]], before: Snapshot, after: Snapshot) -> float:
+    """Median time of a window's whole sweeps over what was asked for: above 1 where the machine is short of time."""
+    ratios: list[float] = []
+    for member in members:
+        path = plant.folder / "state" / member["host"] / "runs" / RUN / "sweeps.jsonl"
+        lines = [json.loads(line) for line in path.read_text("ascii").splitlines()] if path.is_file() else []
+        whole = [line for line in lines if before.at <= line["ended_at"] < after.at and line["groups"] == plant.config.rollout.usual_groups]
+        ratios += [line["decode_seconds"] / member["play"]["sweep_seconds"] for line in whole]
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def away_share(log: Path, start: float, end: float, num_macs: int) -> float:
+    """Share of a window that the swarm's Macs were asleep or had left, by its log."""
+    away = 0.0
+    for line in log.read_text("utf-8").splitlines():
+        if '"mac_away"' in line:
+            told = json.loads(line)
+            away += max(0.0, min(end, told["at"] + told["seconds"]) - max(start, told["at"]))
+    return away / ((end - start) * num_macs)
 
 
 def shares(before: Snapshot, after: Snapshot) -> dict[str, Any]:
@@ -325,24 +352,23 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
     await asyncio.sleep(options.warm_minutes * 20)
     warming = await run.snapshot()
     await asyncio.sleep(options.warm_minutes * 20)
-    run.facts = facts_of(record_of(plant), warming, await run.snapshot())
+    run.facts = facts_of(plant, run.members, warming, await run.snapshot())
     run.set_pace(BALANCED)
     await asyncio.sleep(options.warm_minutes * 20)
     balanced_pace, before = run.step_seconds, await run.snapshot()
     await run.kill_victims(options.minutes * 60)
     after = await run.snapshot()
-    run.set_pace(HUNGRY)
+    seconds = after.at - before.at
+    steady = trained(window_steps(record_of(plant), before.at, after.at), seconds)
+    run.set_pace(HUNGRY, steady["groups_trained_per_hour"] / 3600.0)
     hungry_pace = run.step_seconds
     await asyncio.sleep(options.hungry_minutes * 30)
     hungry_from = time.time()
     await asyncio.sleep(options.hungry_minutes * 60)
     hungry_to = time.time()
     largest, where = await observer.largest_message(run.hosts[:20])
-    record = record_of(plant)
-    seconds = after.at - before.at
     macs = shares(before, after)
-    steady = trained(window_steps(record, before.at, after.at), seconds)
-    hungry = trained(window_steps(record, hungry_from, hungry_to), max(1.0, hungry_to - hungry_from))
+    hungry = trained(window_steps(record_of(plant), hungry_from, hungry_to), max(1.0, hungry_to - hungry_from))
     cost = control_cost(before, after, macs["sweeps"], run.hosts)
     rules = plant.config
     predicted = [
@@ -365,6 +391,7 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
         "macs_to_saturate": predicted[0]["macs_to_saturate"],
         "grant_wait_share": round(grant_wait, 4),
         "mac_idle_share": macs["mac_idle_share"],
+        "mac_away_share": round(away_share(plant.folder / "logs" / "swarm.log", before.at, after.at, options.macs), 4),
         "mac_waits": macs["waits"],
         "largest_message_bytes": largest,
         "largest_message": where,

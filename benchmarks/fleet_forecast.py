@@ -18,11 +18,12 @@ DELTA_BYTES, FULL_BYTES, GROUP_BYTES = 1000.0, 92_000.0, 1500.0
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is measured of the machines and given to the simulation: pauses, in seconds."""
+    """What is measured of the machines and given to the simulation: pauses, in seconds; sweeps take `stretch` as long as asked."""
 
     step_overhead_seconds: float
     hold_seconds: float
     turn_seconds: float
+    stretch: float = 1.0
     step_seconds: float = 1.0
 
 
@@ -79,7 +80,7 @@ def _fleet(
             config.timeouts.head_poll_seconds,
         ),
         Trainer(facts.step_seconds, 0.0, facts.step_overhead_seconds, facts.hold_seconds, 0.0, learning.intake_poll_seconds / 2),
-        tuple(mac_of(member) for member in members),
+        tuple(replace(mac, sweep_seconds=mac.sweep_seconds * facts.stretch) for mac in map(mac_of, members)),
         Sizes(FULL_BYTES, DELTA_BYTES, GROUP_BYTES),
         Absences(absent.sleeps_per_hour * share, absent.sleep_seconds, 0.0, 1.0, absent.leaves_per_hour * share, absent.leave_seconds),
         sweep_jitter=0.1,

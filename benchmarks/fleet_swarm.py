@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
 from temporalio.client import Client
 from temporalio.worker import Worker
 
@@ -38,6 +39,8 @@ from stoa.telemetry import log as telemetry
 from worker_mac.engine import Waits
 from worker_mac.identity import Identity
 from worker_mac.membership import SILENCE_SECONDS, Membership
+
+_log = structlog.get_logger(__name__)
 
 STALL_SECONDS: Final = 3.0
 """A Mac that reports nothing for so long sends no heartbeat: that is how it sleeps."""
@@ -124,7 +127,7 @@ class SwarmMac:
                 finally:
                     identity.close()
                 if leaves:
-                    await swarm.pause(self._chance.expovariate(1.0 / self._member.leave_seconds))
+                    await swarm.pause(self._goes("left", self._member.leave_seconds))
         finally:
             self._awake.set()
             await activities.close()
@@ -174,9 +177,15 @@ class SwarmMac:
         while True:
             await self._after(self._member.sleeps_per_hour)
             self._awake.clear()
-            await asyncio.sleep(self._chance.expovariate(1.0 / self._member.sleep_seconds))
+            await asyncio.sleep(self._goes("asleep", self._member.sleep_seconds))
             self._awake.set()
             await membership.hello(self._swarm.client, self._swarm.config, "wake")
+
+    def _goes(self, how: str, mean_seconds: float) -> float:
+        """For how long it is away now, drawn and written to the log."""
+        seconds = self._chance.expovariate(1.0 / mean_seconds)
+        _log.info("mac_away", host=self._member.host, how=how, at=time.time(), seconds=seconds)
+        return seconds
 
     async def _after(self, per_hour: float) -> None:
         await asyncio.sleep(self._chance.expovariate(per_hour / 3600.0) if per_hour else 1e9)

@@ -1,12 +1,14 @@
 """What the fleet's numbers are made of: sizes of messages, growth of histories, shares of time, what a plan draws."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from temporalio.api.common.v1 import Payload, Payloads
 from temporalio.api.history.v1 import ActivityTaskScheduledEventAttributes, HistoryEvent
 
-from benchmarks.fleet import Options, control_cost, draw_members, mac_of, shares, trained
+from benchmarks.fleet import Options, away_share, control_cost, draw_members, mac_of, shares, trained
 from benchmarks.fleet_measure import History, Snapshot, growth, payloads, run_state_bytes
 from benchmarks.fleet_play import Play
 from stoa.bucket import keys
@@ -104,3 +106,11 @@ def test_members_are_drawn_from_the_seed_within_five_to_twenty_seconds() -> None
 def test_run_state_of_a_thousand_macs_fits_one_message() -> None:
     assert 20_000 < run_state_bytes(1000, host_characters=48, place_characters=40) < names.MAX_RUN_STATE_BYTES
     assert run_state_bytes(1000) - run_state_bytes(500) > 10_000
+
+
+def test_share_that_macs_were_away_counts_what_lies_in_the_window(tmp_path: Path) -> None:
+    log = tmp_path / "swarm.log"
+    told = [{"event": "mac_away", "at": at, "seconds": seconds} for at, seconds in ((90.0, 20.0), (150.0, 10.0), (195.0, 50.0))]
+    log.write_text("not JSON\n" + "".join(json.dumps(one) + "\n" for one in told))
+    # 10 of 20, 10 of 10 and 5 of 50 seconds lie between 100 and 200, of 5 Macs.
+    assert away_share(log, 100.0, 200.0, 5) == pytest.approx(25 / 500)
