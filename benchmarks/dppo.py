@@ -170,7 +170,7 @@ def main() -> None:
     except (OSError, json.JSONDecodeError, FormatError) as error:
         sys.exit(f"error: {asked.vectors}: {error}")
     if asked.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found))
         return
     print(f"{found['num_mismatches']} of {found['num_rows']} rows differ")
     for row in found["differing_rows"]:  # pyright: ignore[reportGeneralTypeIssues]

@@ -250,7 +250,7 @@ def main() -> None:
     if asked.json:
         conditions = {"staleness": STALENESS, "versions": asked.versions, "steps_per_version": STEPS_PER_VERSION}
         runs = [{**asdict(trial), "metrics": None} for trial in trials]
-        print(json.dumps({"conditions": conditions, "rows": rows, "cpu_seconds": round(time.process_time()), "runs": runs}, indent=1))
+        print(json.dumps({"conditions": conditions, "rows": rows, "cpu_seconds": round(time.process_time()), "runs": runs}))
         return
     for row in rows:
         print(json.dumps(row))

@@ -337,7 +337,7 @@ def main() -> None:
     asked = parser.parse_args()
     found = measure()
     if asked.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found))
         return
     for name, value in found.items():
         if isinstance(value, float):

@@ -29,7 +29,7 @@ from torch.distributed.run import config_from_args, parse_args
 LOOPBACK: Final = "127.0.0.1"
 STORE_SECONDS: Final = 600.0
 SHUTDOWN_SECONDS: Final = 300
-"""How long processes that are told to end may take: the first finishes its step, one that is frozen never ends by itself."""
+"""How long processes that a signal asks to end may take: the first finishes its step. After a loss they get torch's 30 s."""
 
 
 class LoopbackRendezvous(RendezvousHandler):

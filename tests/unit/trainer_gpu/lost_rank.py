@@ -25,7 +25,7 @@ from trainer_gpu.engine import TrainerEngine
 from trainer_gpu.follower import follow
 from trainer_gpu.run_handle import RunHandle
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 
 
 class Planter:
@@ -67,9 +67,9 @@ def lead(settings: Bucket, out: Path, line: crew.Line, pids: list[int]) -> None:
 
 
 def main(settings: Path, out: Path) -> None:
-    crew.SILENCE_SECONDS = 8.0  # pyright: ignore[reportAttributeAccessIssue]
+    crew.SILENCE_SECONDS = 12.0  # pyright: ignore[reportAttributeAccessIssue]
     crew.TICK_SECONDS = 0.5  # pyright: ignore[reportAttributeAccessIssue]
-    host.COLLECTIVE_SECONDS = 8.0  # pyright: ignore[reportAttributeAccessIssue]
+    host.COLLECTIVE_SECONDS = 12.0  # pyright: ignore[reportAttributeAccessIssue]
     host.join_processes()
     pids: list[int] = [0, 0]
     dist.all_gather_object(pids, os.getpid())
@@ -80,6 +80,6 @@ def main(settings: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    signal.alarm(200)
+    signal.alarm(290)
     sys.excepthook = end_at_once
     main(Path(sys.argv[1]), Path(sys.argv[2]))

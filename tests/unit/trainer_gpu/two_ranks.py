@@ -95,7 +95,7 @@ def planted(line: crew.Line, fault: str) -> None:
 
     lost = threading.Event()
     leader.on_lost = lost.set
-    os._exit(7 if lost.wait(40) and leader.is_lost else 0)
+    os._exit(7 if lost.wait(150) and leader.is_lost else 0)
 
 
 def end_at_once(*seen) -> None:
@@ -106,6 +106,6 @@ def end_at_once(*seen) -> None:
 
 
 if __name__ == "__main__":
-    signal.alarm(140)
+    signal.alarm(230)
     sys.excepthook = end_at_once
     main(Path(sys.argv[1]), Path(sys.argv[2]))
