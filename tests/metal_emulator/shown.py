@@ -2,7 +2,7 @@
 
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import mlx.core as mx
@@ -10,6 +10,8 @@ import numpy as np
 
 from metal import roofline
 from metal.attention import AttentionKernel
+from metal.bench import dims_of
+from metal.check import KERNELS, self_check
 from metal.experts import ExpertsKernel
 from metal.head import HeadKernel
 from metal.router import order_plain
@@ -104,6 +106,15 @@ def engine() -> dict[str, Any]:
         "bits_alone_as_in_groups": alone.logprobs.tobytes() == pairs[3][0].logprobs.tobytes(),
         "num_sampled_tokens": sum(len(ours.logprobs) for ours, _ in pairs),
     }
+
+
+def start_up_checks() -> dict[str, dict[str, str]]:
+    """What a Mac's start-up check says of each kernel at LFM2.5's widths, "" for agreement: by type, by kernel."""
+    found: dict[str, dict[str, str]] = {}
+    for dtype in (mx.float32, mx.bfloat16):
+        dims = replace(dims_of(roofline.LFM25), dtype=dtype, raw_dtype=dtype)
+        found[str(dtype)] = {kernel: self_check(kernel, dims, Emulator().metal_kernel).reason for kernel in KERNELS}
+    return found
 
 
 def measure(num_cases: int) -> dict[str, Any]:
