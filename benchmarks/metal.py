@@ -3,7 +3,8 @@
     python -m benchmarks.metal [--json] [--cases 300] [--full]
 
 Run from a checkout: the emulator is a part of the tests. It computes what the bodies say and counts what they load; it
-says nothing of speed. `--full` adds the check that a Mac makes at its start, at LFM2.5's own widths (two CPU minutes). Stock MLX is simulated from its tiling (`metal/roofline.py`). The last line of stdout is JSON.
+says nothing of speed. `--full` adds the check that a Mac makes at its start, at LFM2.5's own widths (two CPU minutes).
+Stock MLX is simulated from its tiling (`metal/roofline.py`). The last line of stdout is JSON.
 """
 
 import argparse
