@@ -370,11 +370,7 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
     macs = shares(before, after)
     hungry = trained(window_steps(record_of(plant), hungry_from, hungry_to), max(1.0, hungry_to - hungry_from))
     cost = control_cost(before, after, macs["sweeps"], run.hosts)
-    rules = plant.config
-    predicted = [
-        forecast(run.members, mac_of, ABSENT, rules, replace(run.facts, step_seconds=pace), options.flat_fraction, run.hosts[:NUM_VICTIMS])
-        for pace in (balanced_pace, hungry_pace)
-    ]
+    predicted = _predicted(plant, run, options, (balanced_pace, hungry_pace))
     grant_wait = sum(share for name, share in macs["waits"].items() if name not in ("version", "run"))
     return {
         "macs": options.macs,
@@ -406,6 +402,16 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
         "extrapolated_10000": extrapolated(10_000, cost),
         "conditions": {**asdict(options), "absences": asdict(ABSENT), "groups_per_step": options.groups_per_step, "load": os.getloadavg()},
     }
+
+
+def _predicted(plant: Plant, run: Run, options: Options, paces: Sequence[float]) -> list[dict[str, Any]]:
+    """What the simulation says of the same Macs at each pace of the trainer, in seconds a step."""
+    return [
+        forecast(
+            run.members, mac_of, ABSENT, plant.config, replace(run.facts, step_seconds=pace), options.flat_fraction, run.hosts[:NUM_VICTIMS]
+        )
+        for pace in paces
+    ]
 
 
 def _errors(steady: dict[str, Any], macs: dict[str, Any], hungry: dict[str, Any], predicted: list[dict[str, Any]]) -> dict[str, float]:

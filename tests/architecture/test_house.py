@@ -138,10 +138,14 @@ def test_every_setting_is_read_by_something() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda p: p.name)
 def test_every_shipped_config_loads(path: Path) -> None:
-    from stoa.config.load import MAC_CONFIG, load_mac_host, load_run
+    from cli.plan.fleet_spec import DEFAULT_FLEET, FleetPlan
+    from stoa.config.load import MAC_CONFIG, load_mac_host, load_run, load_section
 
     assert tomllib.loads(path.read_text())
-    (load_mac_host if path == MAC_CONFIG else load_run)(path)
+    if path == DEFAULT_FLEET:
+        load_section(path, FleetPlan, example=path)
+    else:
+        (load_mac_host if path == MAC_CONFIG else load_run)(path)
 
 
 def test_nothing_names_a_machine_or_how_it_was_made() -> None:

@@ -143,6 +143,8 @@ def test_the_table_of_settings_is_the_one_of_the_code() -> None:
     def shown(value: object) -> str:
         if isinstance(value, bool):
             return str(value).lower()
+        if isinstance(value, tuple):
+            return str(list(value))
         return f'"{value}"' if isinstance(value, str) else (f"{value:_}" if isinstance(value, int) else f"{value:g}")
 
     rows = dict(re.findall(r"^\| `(\w+)` \| (`[^`]+` \| .*) \|$", GUIDE, re.MULTILINE))
