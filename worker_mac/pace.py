@@ -8,7 +8,7 @@ from typing import Final
 
 STEP_SECONDS: Final = 0.25
 """Longest step."""
-FIRST_TOKENS: Final = 512
+FIRST_TOKENS: Final = 256
 LEAST_TOKENS: Final = 16
 MOST_TOKENS: Final = 1024
 _SPARE: Final = 0.6
