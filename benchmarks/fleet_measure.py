@@ -4,6 +4,7 @@ Snapshots are taken at the two ends of a window; what is reported is their diffe
 """
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -19,10 +20,12 @@ from temporalio.service import RPCError
 
 from activities.connection import connect
 from benchmarks.fleet_plant import RUN
+from stoa.bucket.keys import GroupKey
 from stoa.contracts import names
 from stoa.contracts.evaluation_messages import EvaluationPlan
 from stoa.contracts.fleet_messages import FleetEvent, SessionStatus
 from stoa.contracts.messages import RunInput, StopConditions
+from stoa.learning.ledger import AdmissionRule, Facts, GrantRecord, outstanding
 from workflows.apply import apply
 from workflows.state import RunProgress, dump
 
@@ -184,6 +187,18 @@ def run_state_bytes(num_macs: int, *, host_characters: int = 12, place_character
         event = FleetEvent(given.run, host, names.session_workflow_id(given.run, host), "joined", 10_000_000, place="p" * place_characters)
         state = apply(event, state, given, 1.0e9 + number)
     return len(DefaultPayloadConverter().to_payloads([replace(given, carried=dump(state))])[0].data)
+
+
+def admission_seconds(num_macs: int, groups: int = 8) -> float:
+    """Time of one count of the groups on the way, for so many Macs with 3 sweeps granted each and a window of 10 versions."""
+    groups_per_version = max(1, num_macs * groups * 128 // 112 // 4)
+    rule = AdmissionRule(3, 8, groups_per_version, 1e9, 6)
+    grants = [GrantRecord(f"m{host}", sweep, 0, ("q",) * groups, 0.0) for host in range(num_macs) for sweep in range(3)]
+    keys = [GroupKey(RUN, version, f"m{i % num_macs}", 1000 + i, 0) for version in range(10) for i in range(groups_per_version)]
+    facts = Facts(9, 0, grants, set(keys), set(keys[: len(keys) * 8 // 10]))
+    started = time.perf_counter()
+    outstanding(rule, facts, 0.0)
+    return time.perf_counter() - started
 
 
 async def _gather(work: Iterable[Any]) -> list[Any]:
