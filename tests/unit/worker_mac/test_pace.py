@@ -35,8 +35,8 @@ def test_small_steps_teach_nothing_about_large_ones() -> None:
 
 def test_an_interrupted_step_halves_what_it_had() -> None:
     pace = Pace()
-    pace.interrupted(300)
-    assert pace.tokens == 150
+    pace.interrupted(200)
+    assert pace.tokens == 100
     for _ in range(9):
         pace.interrupted(pace.tokens)
     assert pace.tokens == LEAST_TOKENS
