@@ -219,8 +219,7 @@ def rebuild(
         digests = _read_parts(index.parts, place, state)
     state.accept(digests, way.anchor.state_id, f"anchor of version {way.anchor.version}")
     for hop in way.hops:
-        for change in read_hop(hop, layout, run, fetch(hop.ref.key, hop.ref.sha256, hop.ref.num_bytes)):
-            state.apply(change)
+        state.apply_segments(read_hop(hop, layout, run, fetch(hop.ref.key, hop.ref.sha256, hop.ref.num_bytes)))
     if way.hops:
         state.verify(way.hops[-1].state_id, f"version {way.hops[-1].version} from anchor {way.anchor.version}")
     return state

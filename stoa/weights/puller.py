@@ -152,16 +152,13 @@ class Puller:
                 f"the update to version {staged.version} is for {staged.base_state_id[:16]}.., the weights here are {base[:16]}..",
                 hint="rebuild the weights from anchor and deltas",
             )
-        begun = False
-        for hop, data in staged.deltas:
-            for change in read_hop(hop, self.layout, self._document.run, data):
-                try:
-                    state.apply(change)
-                except FormatError as error:
-                    if begun:
-                        raise WrongStateError(f"version {staged.version} was applied in part: {error.message}") from error
-                    raise
-                begun = True
+        for number, (hop, data) in enumerate(staged.deltas):
+            try:
+                state.apply_segments(read_hop(hop, self.layout, self._document.run, data))
+            except FormatError as error:
+                if number:
+                    raise WrongStateError(f"version {staged.version} was applied in part: {error.message}") from error
+                raise
 
     def verify(self, staged: Staged, state: WeightState) -> None:
         """Rescan the weights an update was applied to; nothing made with them may leave this machine before.

@@ -5,7 +5,10 @@ change belongs to these weights is checked by the caller through state ids; here
 that cannot be applied writes nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -21,6 +24,8 @@ from stoa.weights.pulse import Change, Int64s, RawBits
 
 _Item = TypeVar("_Item", bound=np.generic)
 _BLOCK: Final = 1 << 15
+NUM_APPLIERS: Final = min(4, os.cpu_count() or 1)
+"""Segments of an update that are written at once: each waits for memory most of the time."""
 
 NUMPY_TYPES: Final = {"uint8": np.dtype(np.uint8), "bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
 """How each stored type is held in numpy; bf16 as bit patterns."""
@@ -134,6 +139,35 @@ class WeightState:
             codes[local] = new
         self._write_absolute(change, change.raw_values, change.scales, change.biases, change.codes)
         return undo
+
+    def apply_segments(self, changes: Iterable[Change]) -> None:
+        """Apply a change that comes segment by segment, several segments at once: none touches what another one does.
+
+        Raises:
+            FormatError: a code would leave 0..255, or what `changes` raises; the weights are as they were.
+            WrongStateError: the same, and some of it was written.
+        """
+        num_written, fault = 0, None
+        with ThreadPoolExecutor(NUM_APPLIERS, thread_name_prefix="apply") as pool:
+            pending: deque[Future[Undo]] = deque()
+            try:
+                for change in changes:
+                    pending.append(pool.submit(self.apply, change))
+                    if len(pending) > NUM_APPLIERS:
+                        pending.popleft().result()
+                        num_written += 1
+            except FormatError as error:
+                fault = error
+            for one in pending:
+                try:
+                    one.result()
+                    num_written += 1
+                except FormatError as error:
+                    fault = fault or error
+        if fault is not None and num_written:
+            raise WrongStateError(f"an update was applied in part: {fault.message}", hint="rebuild the weights") from fault
+        if fault is not None:
+            raise fault
 
     def undo(self, undo: Undo) -> None:
         """Take back the change applied last."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoa.contracts.errors import FormatError
+from stoa.contracts.errors import FormatError, WrongStateError
 from stoa.weights.layout import TensorSpec, make_layout
 from stoa.weights.pulse import (
     NIBBLE,
@@ -24,6 +24,7 @@ from stoa.weights.pulse import (
     encode_positions,
     merge,
     merge_positions,
+    segments_of,
 )
 from stoa.weights.state import WeightState
 from tests.unit.weights.changes import LAYOUT, NUM_CODES, changes, same, sorted_positions
@@ -260,3 +261,44 @@ def test_change_that_would_wrap_a_code_is_refused_and_writes_nothing(code: int, 
     with pytest.raises(FormatError, match="leaves the codes"):
         state.apply(change)
     assert state.state_id() == before
+
+
+@given(changes(largest=100), st.integers(1, 7))
+@settings(max_examples=60, deadline=None)
+def test_segments_written_at_once_give_what_the_whole_change_gives(change: Change, num_groups: int):
+    whole, parts = WeightState.empty(LAYOUT), WeightState.empty(LAYOUT)
+    for state in (whole, parts):
+        for spec in LAYOUT.quantised:
+            state.arrays[spec.name][...] = 128
+    whole.apply(change)
+    parts.apply_segments(segments_of(change, 64 * num_groups))
+    assert parts.verified_id is None
+    assert parts.state_id() == whole.state_id()
+
+
+@pytest.mark.parametrize("wrong", [0, 2, 4, 6])
+def test_segment_that_cannot_be_applied_leaves_all_as_it_was_or_says_that_it_did_not(wrong: int):
+    state = WeightState.empty(LAYOUT)
+    for spec in LAYOUT.quantised:
+        state.arrays[spec.name][...] = 128
+    before = state.state_id()
+    positions = np.arange(7) * 128
+    differences = np.where(np.arange(7) == wrong, 200, 1).astype(np.int16)
+    with pytest.raises(WrongStateError, match="in part") as caught:
+        state.apply_segments(segments_of(Change(positions, differences), 128))
+    assert "leaves the codes" in caught.value.message
+    assert state.verified_id is None
+    alone = state.copy()
+    with pytest.raises(FormatError, match="leaves the codes"):
+        alone.apply_segments([Change(positions[wrong : wrong + 1], differences[wrong : wrong + 1])])
+    assert alone.state_id() == state.state_id() != before
+
+
+def test_changes_that_break_off_are_told_as_torn_where_something_was_written():
+    def torn(num_good: int):
+        yield from (Change(np.array([n]), np.ones(1, np.int16)) for n in range(num_good))
+        raise FormatError("a pcodec stream is torn")
+
+    for num_good, error in ((0, FormatError), (1, WrongStateError), (30, WrongStateError)):
+        with pytest.raises(error, match="torn"):
+            WeightState.empty(LAYOUT).apply_segments(torn(num_good))
