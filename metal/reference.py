@@ -197,7 +197,7 @@ def pick(logits: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
     largest_R1 = logits.max(axis=-1, keepdims=True)
     exps_RV = mx.exp(logits - largest_R1)
     if num_words % SUM_WORDS:
-        exps_RV = mx.pad(exps_RV, ((0, 0), (0, -num_words % SUM_WORDS)))
+        exps_RV = mx.pad(exps_RV, [(0, 0), (0, -num_words % SUM_WORDS)])
     exps_RBW = exps_RV.reshape(num_rows, -1, SUM_WORDS)
     cumulative_RB = mx.cumsum(exps_RBW.sum(axis=-1), axis=-1)
     total_R1 = cumulative_RB[:, -1:]
