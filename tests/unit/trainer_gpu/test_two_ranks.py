@@ -27,8 +27,11 @@ from tests.unit.trainer_gpu.player import POLICY, search
 from tests.unit.trainer_gpu.runs import Reports, config_of, head_of, ship_sweep, state_of
 from trainer_gpu.checkpoint import Document, Identity, read_document, read_tensors
 from trainer_gpu.engine import TrainerEngine
+from trainer_gpu.export import fill
+from trainer_gpu.model import build_model
 from trainer_gpu.policy import Policy
 from trainer_gpu.run_handle import RunHandle
+from trainer_gpu.weights import local_weights
 
 ROOT = Path(__file__).parents[3]
 SEED = bytes(range(32))
@@ -143,6 +146,10 @@ def test_two_ranks_train_save_restore_and_publish_as_one(
     moved = flat(dict(after), "master") - flat(before, "master")
     assert float((flat(dict(after), "master") - flat(theirs, "master")).norm() / moved.norm()) < 1e-3
     policy.restore_parts(ranked.store, document.parts, document.facts.rng)
+    exported = build_model(policy.config, torch.float32)
+    fill(exported, ranked.store, document.parts)
+    masters = policy.trainable.masters()
+    assert all(torch.equal(weight, masters[name]) for name, weight in local_weights(exported).items() if name in masters)
     wire = load_file(tmp_path / "wire.safetensors")
     ours_on_wire = dict(policy.wire_tensors())
     assert wire.keys() == ours_on_wire.keys()
