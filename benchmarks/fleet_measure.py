@@ -35,7 +35,7 @@ AT_ONCE: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Of one workflow: which run of it, events and bytes so far."""
+    """Of one workflow: which run of it, events and bytes so far, those of runs that continued as new included for the run's."""
 
     run_id: str
     events: int
@@ -79,6 +79,7 @@ class Observer:
         """Histories and sessions of `hosts` and of the run; processor time of process ids, by name."""
         ids = [names.run_workflow_id(RUN), *(names.session_workflow_id(RUN, host) for host in hosts)]
         histories = dict(zip(ids, await _gather(self._history(one) for one in ids), strict=True))
+        histories[ids[0]] = await self._whole(ids[0], histories[ids[0]])
         sessions = dict(zip(hosts, await _gather(self._session(host) for host in hosts), strict=True))
         cpu = {name: sum(map(cpu_seconds, pids)) for name, pids in processes.items()}
         return Snapshot(
@@ -92,6 +93,16 @@ class Observer:
             return None
         info = found.raw_description.workflow_execution_info
         return History(found.run_id, info.history_length, info.history_size_bytes)
+
+    async def _whole(self, workflow_id: str, present: History | None) -> History | None:
+        """With the runs before the present one, which continued as new."""
+        if present is None:
+            return None
+        events, size = present.events, present.size
+        async for found in self._client.list_workflows(f"WorkflowId = '{workflow_id}' AND ExecutionStatus = 'ContinuedAsNew'"):
+            info = found.raw_info
+            events, size = events + info.history_length, size + info.history_size_bytes
+        return History("all", events, size)
 
     async def _session(self, host: str) -> SessionStatus | None:
         handle = self._client.get_workflow_handle(names.session_workflow_id(RUN, host))
