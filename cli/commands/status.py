@@ -12,6 +12,7 @@ from cli.say import Exit
 
 if TYPE_CHECKING:
     from cli.report.record import RunRecord
+    from cli.temporal import Control
 
 Follow = Annotated[bool, Parameter(help="Go on until the run has ended; Ctrl-C ends only the following.")]
 
@@ -33,14 +34,29 @@ def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = Non
                 return Exit.STOPPED
         else:
             record = found.collector.collect()
+        spent = _spent(found.control, run)
     if as_json:
-        say.data(json.dumps(facts(record), indent=2))
+        say.data(json.dumps({**facts(record), **spent}, indent=2))
         return None
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_COLUMNS)
     console.print(block(record, found.document.config.stop.max_steps, ""))
+    if spent["gpu_hours"]:
+        price = f", {spent['dollars']:.2f} dollars" if spent["dollars"] else ""
+        console.print(f"used {spent['gpu_hours']:.2f} GPU hours{price}")
     return None
+
+
+def _spent(control: "Control", run: str) -> dict[str, float]:
+    """What the run's leases have cost, as far as its workflow answers."""
+    from stoa.contracts.errors import RunMissingError, ServiceError
+
+    try:
+        status = control.status(run)
+    except (ServiceError, RunMissingError):
+        return {"gpu_hours": 0.0, "dollars": 0.0}
+    return {"gpu_hours": status.gpu_hours, "dollars": status.dollars}
 
 
 def facts(record: "RunRecord") -> dict[str, object]:
