@@ -42,6 +42,7 @@ NUM_VICTIMS: Final = 2
 """Macs in processes of their own."""
 KILL_EVERY_SECONDS: Final = 45.0
 STEPS_PER_VERSION, CHECKPOINT_EVERY = 4, 4
+SHOWN: Final = ("events_per_sweep", "history_per_hour", "cpu_seconds_per_sweep", "cpu_seconds_per_sweep_by_process")
 START_SECONDS: Final = 180.0
 P_RIGHT: Final = 0.5
 WAITS: Final = ("room", "turn", "version", "run")
@@ -372,14 +373,10 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
     macs = shares(before, after)
     hungry = trained(window_steps(record_of(plant), hungry_from, hungry_to), max(1.0, hungry_to - hungry_from))
     cost = control_cost(before, after, macs["sweeps"], run.hosts)
-    predicted = _predicted(plant, run, options, (balanced_pace, hungry_pace))
-    grant_wait = sum(share for name, share in macs["waits"].items() if name not in ("version", "run"))
+    predicted = _predicted(plant, run, options, facts, (balanced_pace, hungry_pace))
     return {
         "macs": options.macs,
-        "events_per_sweep": cost["events_per_sweep"],
-        "history_per_hour": cost["history_per_hour"],
-        "cpu_seconds_per_sweep": cost["cpu_seconds_per_sweep"],
-        "cpu_seconds_per_sweep_by_process": cost["cpu_seconds_per_sweep_by_process"],
+        **{name: cost[name] for name in SHOWN},
         "detection_seconds_max": round(max(run.detection, default=-1.0), 2),
         "detection_seconds": [round(one, 2) for one in run.detection],
         "heartbeat_timeout_seconds": options.heartbeat_seconds,
@@ -387,7 +384,7 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
         "trainer_idle_share": hungry["trainer_idle_share"],
         "trainer_idle_share_balanced": steady["trainer_idle_share"],
         "macs_to_saturate": predicted[0]["macs_to_saturate"],
-        "grant_wait_share": round(grant_wait, 4),
+        "grant_wait_share": round(sum(share for name, share in macs["waits"].items() if name not in ("version", "run")), 4),
         "mac_idle_share": macs["mac_idle_share"],
         "mac_away_share": round(away_share(plant.folder / "logs" / "swarm.log", before.at, after.at, options.macs), 4),
         "mac_waits": macs["waits"],
@@ -406,7 +403,7 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
     }
 
 
-def _predicted(plant: Plant, run: Run, options: Options, paces: Sequence[float]) -> list[dict[str, Any]]:
+def _predicted(plant: Plant, run: Run, options: Options, facts: Facts, paces: Sequence[float]) -> list[dict[str, Any]]:
     """What the simulation says of the same Macs at each pace of the trainer, in seconds a step."""
     return [
         forecast(
