@@ -2,7 +2,8 @@
 
 publish STEP WHEN HOW: the STEP-th write to the bucket is its last; WHEN says if that write still happens, HOW if the
 anchor is announced at once (inline) or uploaded beside. pull STEP: the STEP-th change of a file in its folder is its
-last; below 0, a kill while weights are written. race LEASE: take the run and publish until fenced, a few times over.
+last; below 0, a kill while weights are written. race LEASE: take the run and publish until fenced, four times and more
+until that was worth a version.
 """
 
 import os
@@ -95,7 +96,9 @@ def race(store: Store, lease: int) -> None:
     document, chance, won = read_run(store, RUN), random.Random(lease), []
     writer = HeadWriter(store, RUN, SIGNER, owner=f"racer-{lease}", interval_seconds=0.0)
     publisher = Publisher(store, document, SIGNER, hysteresis=0.02, anchor_part_bytes=50_000)
-    for _ in range(4):
+    for attempt in range(40):
+        if attempt >= 4 and won:
+            break
         try:
             before, _ = writer.read()
             head = writer.acquire(before.epoch + 1)
