@@ -49,38 +49,28 @@ def clean(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
-def test_status_ends_cleanly_time_after_time(running: Server) -> None:
-    for _ in range(TIMES):
-        assert f"waiting for a trainer on queue gpu-{RUN}" in clean(stoa("status", RUN, env=running.env))
+COMMANDS: list[tuple[list[tuple[str, ...]], str]] = [
+    ([("status", RUN)] * TIMES, f"waiting for a trainer on queue gpu-{RUN}"),
+    ([("fleet", RUN)], "has no Macs"),
+    ([("pause", RUN), ("resume", RUN)], f"run {RUN} "),
+    ([("anchors", RUN, "--every", "7")], "at least every 7 versions"),
+    ([("quarantine", RUN, "mac-1", "--reason", "a test"), ("quarantine", RUN, "mac-1", "--release")], "groups of mac-1"),
+    ([("drain", RUN, "mac-1")], "lets mac-1 finish its sweep"),
+    ([("quarantine", RUN, "mac-2")], "takes no more groups of mac-2"),
+    ([("setup",)], "/stoa: ready"),
+]
 
 
-@pytest.mark.parametrize(
-    ("commands", "words"),
-    [
-        ([("fleet", RUN)], "has no Macs"),
-        ([("pause", RUN), ("resume", RUN)], f"run {RUN} "),
-        ([("anchors", RUN, "--every", "7")], "at least every 7 versions"),
-        ([("quarantine", RUN, "mac-1", "--reason", "a test"), ("quarantine", RUN, "mac-1", "--release")], "groups of mac-1"),
-        ([("drain", RUN, "mac-1")], "lets mac-1 finish its sweep"),
-        ([("quarantine", RUN, "mac-2")], "takes no more groups of mac-2"),
-        ([("setup",)], "/stoa: ready"),
-    ],
-    ids=lambda value: value[0][0] if isinstance(value, list) else "",
-)
-def test_commands_end_cleanly(running: Server, commands: list[tuple[str, ...]], words: str) -> None:
-    for command in commands:
-        assert words in clean(stoa(*command, env=running.env))
-
-
-def test_stop_of_a_run_without_macs_or_trainer_is_prompt(running: Server) -> None:
+def test_commands_end_cleanly_time_after_time_also_when_the_run_has_ended_and_goes_on(running: Server, tmp_path: Path) -> None:
+    """One run, so one order: its commands, a stop that is prompt without Macs or trainer, and a resume that remembers."""
+    for commands, words in COMMANDS:
+        for command in commands:
+            assert words in clean(stoa(*command, env=running.env))
     began = time.monotonic()
     assert "is ending" in clean(stoa("stop", RUN, env=running.env))
     while json.loads(clean(stoa("status", RUN, "--json", env=running.env)))["state"] != "stopped":
         assert time.monotonic() - began < 45
         time.sleep(1)
-
-
-def test_run_that_goes_on_remembers_who_was_quarantined(running: Server, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(f'run = "{RUN}"\n')
     assert stoa("run", str(tmp_path / "run.toml"), "--resume", "--detach", env=running.env).returncode == 0
     listed = json.loads(clean(stoa("fleet", RUN, "--json", env=running.env)))["macs"]

@@ -117,7 +117,7 @@ async def test_run_that_waits_for_a_trainer_for_weeks_does_not_outgrow_its_histo
         await newest.execute_update(names.STOP, Ask("enough"), result_type=RunStatus)
         assert (await newest.result()).end_reason == "enough"
     assert status.num_macs == 0
-    assert chain >= 3
+    assert chain >= 2
 
 
 async def num_runs(client: Client, workflow_id: str) -> int:
