@@ -4,6 +4,7 @@ Real Temporal, real bucket, real sessions; only the task is paced (`paced_mac.py
 """
 
 import asyncio
+import secrets
 import signal
 import subprocess
 import time
@@ -27,13 +28,14 @@ from worker_mac.uploader import Spool
 from workflows.mac_session import MacSessionWorkflow
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(200)]
-RUN, HOST = "loop", "mac-a"
+HOST = "mac-a"
 
 
 class Rig:
     """One run with a published version, its control side, and the folder of one Mac."""
 
     def __init__(self, store: Store, client: Client, folder: Path) -> None:
+        self.run = f"signals-{secrets.token_hex(3)}"  # each test's own, or a task meant for this Mac meets the last one's
         self.store, self.client, self.folder = store, client, folder
         self.config, self.state, self.log = folder / "run.toml", folder / "a", folder / f"{HOST}.log"
         self.state.mkdir()
@@ -43,7 +45,7 @@ class Rig:
 
     def groups(self, sweep: int = 0) -> dict[str, str]:
         """Keys of a sweep's groups in the bucket, at any version, with their etags."""
-        listed = (found.key for found in self.store.list(keys.groups_prefix(RUN)))
+        listed = (found.key for found in self.store.list(keys.groups_prefix(self.run)))
         ours = [key for key, parts in keys.ours(listed, keys.parse_group) if parts.sweep == sweep]
         return {key: self.store.get(key, max_bytes=1 << 22).etag for key in ours}
 
@@ -55,7 +57,10 @@ class Rig:
             found.update(self.groups())
             return len(found) >= number
 
-        await until(enough, 90.0)
+        try:
+            await until(enough, 90.0)
+        except AssertionError as error:
+            raise AssertionError(f"{len(found)} of {number} groups; the Mac's last words: {self.log.read_text()[-3000:]}") from error
         return found
 
     def said(self, event: str) -> list[dict[str, Any]]:
@@ -76,20 +81,20 @@ async def rig(store: Store, temporal_server: Any, tmp_path: Path) -> AsyncIterat
     for name in ("config.json", "tokenizer.json"):
         (base / name).write_bytes((PROJECT_ROOT / "environments/search/policy" / name).read_bytes())
     client = await connect(temporal_server.address, temporal_server.namespace)
-    async with control_side(client, base):
-        rig = Rig(store, client, tmp_path)
-        write_config(rig.config, RUN, temporal_server.address, store)
-        rig.published = Publishing(store, base, run=RUN, bucket=store.settings)  # type: ignore[attr-defined]
+    rig = Rig(store, client, tmp_path)
+    async with control_side(client, base, rig.run):
+        write_config(rig.config, rig.run, temporal_server.address, store)
+        rig.published = Publishing(store, base, run=rig.run, bucket=store.settings)  # type: ignore[attr-defined]
         rig.published.publish()  # type: ignore[attr-defined]
         yield rig
-        await client.get_workflow_handle(names.session_workflow_id(RUN, HOST)).terminate()
+        await client.get_workflow_handle(names.session_workflow_id(rig.run, HOST)).terminate()
 
 
 @asynccontextmanager
-async def control_side(client: Client, base: Path) -> AsyncIterator[None]:
+async def control_side(client: Client, base: Path, run: str) -> AsyncIterator[None]:
     questions = list(registry.create("search", {}, (base / "tokenizer.json").read_bytes()).question_ids("train"))
     control = Control(questions)
-    async with make_worker(client, names.control_queue(RUN), workflows=[MacSessionWorkflow], activities=control.activities):
+    async with make_worker(client, names.control_queue(run), workflows=[MacSessionWorkflow], activities=control.activities):
         yield
 
 
@@ -98,7 +103,7 @@ async def test_a_mac_that_slept_in_a_sweep_is_away_comes_back_and_no_group_is_th
         first = await rig.wait_for_groups(2)
         process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 60.0
-        while (status := await session_of(rig.client, RUN, HOST)).state != "away":
+        while (status := await session_of(rig.client, rig.run, HOST)).state != "away":
             assert time.monotonic() < deadline, status
             await asyncio.sleep(0.3)
         assert status.reason == "lost: heartbeat timeout"
@@ -106,7 +111,7 @@ async def test_a_mac_that_slept_in_a_sweep_is_away_comes_back_and_no_group_is_th
         await asyncio.sleep(5.0)  # in all longer than a clock jump must be to mean sleep
         process.send_signal(signal.SIGCONT)
         await rig.sweep_is_whole(first)
-        assert (await session_of(rig.client, RUN, HOST)).state == "live"
+        assert (await session_of(rig.client, rig.run, HOST)).state == "live"
         assert "wake" in [event["reason"] for event in rig.said("hello_said")]
         assert process.poll() is None
 
@@ -120,8 +125,8 @@ async def test_a_mac_asked_to_end_in_a_sweep_is_gone_within_ten_seconds_and_has_
         assert time.monotonic() - began <= 10.0
     first = await asyncio.to_thread(rig.groups) | first
     assert 1 <= len(first) < 8
-    assert Spool(rig.state / "runs" / RUN / "spool").held() == []
-    status = await session_of(rig.client, RUN, HOST)
+    assert Spool(rig.state / "runs" / rig.run / "spool").held() == []
+    status = await session_of(rig.client, rig.run, HOST)
     assert (status.state, status.num_groups) == ("away", len(first))
     with rig.worker():
         await rig.sweep_is_whole(first)
@@ -131,7 +136,7 @@ async def test_a_mac_asked_to_end_in_a_sweep_is_gone_within_ten_seconds_and_has_
 async def test_a_mac_killed_in_a_sweep_loses_no_finished_group(rig: Rig) -> None:
     slow = rig.state / "mac.toml"
     slow.write_text("upload_bytes_per_second = 200\n")  # finished groups wait on disk
-    spool = rig.state / "runs" / RUN / "spool"
+    spool = rig.state / "runs" / rig.run / "spool"
     with rig.worker() as process:
         await until(lambda: spool.is_dir() and len(Spool(spool).held()) >= 3, 90.0)
         process.kill()

@@ -1,6 +1,7 @@
 """RunWorkflow on the time-skipping server: lanes, leases, pauses, endings. Trainer and desk are stand-ins."""
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -169,7 +170,8 @@ async def test_fault_of_the_program_pauses_a_run_underway_and_resume_goes_on(ski
         await handle.execute_update(names.RESUME, Ask("fixed"), result_type=RunStatus)
         result = await handle.result()
     assert result.step == 8
-    assert world.head_states == ["paused", "running", "draining", "stopped"]
+    told = [state for state, _ in itertools.groupby(world.head_states)]  # a lease taken meanwhile makes the run tell a state again
+    assert told == ["paused", "running", "draining", "stopped"]
 
 
 async def test_pause_holds_steps_and_tells_head_and_refuses_a_second_pause(skipping: WorkflowEnvironment) -> None:
