@@ -26,6 +26,9 @@ class Origin:
     host: str
     version: int
     num_sampled: int
+    group: int
+    """Number of its group in the step, and its own in the group."""
+    episode: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,11 @@ def share(bins: Sequence[Sequence[int]], rank: int, num_ranks: int, *, even: boo
 def rows_of_rank(groups: Sequence[Group], learning: Learning) -> list[Row]:
     """This rank's rows of the step, each of at most `micro_batch_tokens` where its episodes allow it, on the device."""
     episodes: list[tuple[Episode, float, Origin]] = []
-    for group in groups:
+    for number, group in enumerate(groups):
         advantages = group_advantages(group.rewards, normalise=learning.normalise_advantage)
-        for episode, advantage in zip(group.episodes, advantages, strict=True):
-            episodes.append((episode, float(advantage), Origin(group.host, group.version, len(episode.logprobs))))
+        for place, (episode, advantage) in enumerate(zip(group.episodes, advantages, strict=True)):
+            origin = Origin(group.host, group.version, len(episode.logprobs), number, place)
+            episodes.append((episode, float(advantage), origin))
     lengths = [len(episode.ids) for episode, _, _ in episodes]
     bins = pack(lengths, learning.micro_batch_tokens)
     # Ranks that share experts meet in every layer with experts.

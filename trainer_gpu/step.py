@@ -7,9 +7,9 @@ cut into micro-batches, nor that over ranks, changes it.
 Shapes: T tokens of a packed row, S sampled tokens, L layers with experts, K experts a token.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from stoa.config.run import Learning
 from stoa.rollouts.records import Group
 from trainer_gpu import host
+from trainer_gpu.gate_sample import Places, gate_sample
 from trainer_gpu.loss import dppo_loss
 from trainer_gpu.metrics import ReplayedRow, Tokens, group_metrics, place_metrics, replay_metrics, token_metrics
 from trainer_gpu.model import recorded_routing, replayed_routing, token_logprobs_packed
@@ -36,6 +37,8 @@ class StepOutcome:
     metrics: dict[str, float]
     num_tokens: int
     tokens_of_host: dict[str, Tokens]
+    gated: Mapping[int, Places] = field(default_factory=dict)
+    """Number of a group -> tokens of its episodes that the gate dropped, of a few groups."""
 
 
 def optimizer_step(
@@ -89,7 +92,8 @@ def optimizer_step(
         "num_rows": float(sum(len(seen) for seen, _, _ in parts)),
     }
     num_tokens = sum(group.num_tokens for group in groups)
-    return StepOutcome(metrics, num_tokens, {str(name): tokens.select(owner == name) for name in np.unique(owner)})
+    of_host = {str(name): tokens.select(owner == name) for name in np.unique(owner)}
+    return StepOutcome(metrics, num_tokens, of_host, gate_sample(tokens, origins, learning.gate))
 
 
 def _is_compared(step: int) -> bool:

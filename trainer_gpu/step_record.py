@@ -34,4 +34,5 @@ def manifest_of(
         taken.wait_seconds,
         train_seconds,
         facts,
+        {taken.keys[number]: places for number, places in outcome.gated.items()},
     )

@@ -91,6 +91,8 @@ class StepManifest:
     wait_seconds: _Seconds
     train_seconds: _Seconds
     facts: dict[str, str] = field(default_factory=dict)
+    gated: dict[str, tuple[tuple[_Count, ...], ...]] = field(default_factory=dict)
+    """Of a few of the consumed groups, each episode's dropped tokens: their places among its sampled tokens, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,8 @@ def _check(manifest: StepManifest, key: str) -> None:
     settled = [*manifest.consumed, *(drop.key for drop in manifest.dropped)]
     if len(set(settled)) != len(settled):
         raise FormatError(f"{key} names a group twice")
+    if foreign := manifest.gated.keys() - set(manifest.consumed):
+        raise FormatError(f"{key} tells of dropped tokens of {min(foreign)}, which it did not train on")
     for group in settled:
         if keys.parse_group(group).run != manifest.run:
             raise FormatError(f"{key} names a group of another run: {group}")

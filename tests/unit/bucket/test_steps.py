@@ -80,6 +80,13 @@ def test_a_manifest_comes_back_as_written(store):
     assert found.refused[0].host == "mac-b"
 
 
+def test_dropped_tokens_come_back_and_are_of_groups_that_were_trained_on(store):
+    told = manifest(gated={group(2): ((0, 7), ())})
+    assert read_step(store, RUN, write_step(store, told)).gated == {group(2): ((0, 7), ())}
+    with pytest.raises(FormatError, match="which it did not train on"):
+        write_step(store, manifest(2, gated={group(2): ((0,),)}))
+
+
 def test_the_object_is_canonical_json(store):
     key = write_step(store, manifest())
     text = store.get(key, max_bytes=1 << 20).data.decode()

@@ -56,6 +56,7 @@ def test_on_policy_step_drops_nothing_and_sees_no_mismatch(groups: list[Group]) 
     assert metrics["mismatch_max"] < 1e-4
     assert metrics["ess_fraction"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["k3"] == pytest.approx(0.0, abs=1e-8)
+    assert outcome.gated == {0: ((),) * 8}
     assert metrics["grad_norm"] > 0
     assert metrics["staleness_mean"] == 2.0
     assert metrics["staleness_2"] == 3.0
