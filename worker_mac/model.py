@@ -10,7 +10,7 @@ L lines of a convolution, D hidden size, Q query heads, G key/value heads, H hea
 V vocabulary, T taps kept.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -164,6 +164,18 @@ class Feed:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a model that one of several machines computes: some of the layers, or some of every layer's rows.
+
+    ranks: machines that heads, dense blocks and experts are dealt out to; `total` sums their partial outputs.
+    """
+
+    layers: range
+    ranks: int = 1
+    total: Callable[[mx.array], mx.array] | None = None
+
+
 class Model:
     """A policy over live weights: `arrays` are used where they lie, never copied."""
 
@@ -176,29 +188,36 @@ class Model:
         sort_experts: bool | None = None,
         without_kernels: Collection[str] = (),
         ops: Ops | None = None,
+        share: Share | None = None,
     ) -> None:
         """dtype: of activations, that of the raw weights unless given; keys and values are kept in that of the weights.
 
-        without_kernels: parts of `metal.check.KERNELS` that plain ops are to compute. ops: chosen already.
+        without_kernels: parts of `metal.check.KERNELS` that plain ops are to compute. ops: chosen already. share: what of
+        the model is here, all of it unless given.
         """
         self.config = config
         self._arrays = arrays
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        raw_dtype = self._raw("model.embedding_norm").dtype
+        share = share or Share(range(config.num_layers))
+        self.layers, self._total = share.layers, share.total
+        self.is_first, self.is_last = self.layers.start == 0, self.layers.stop == config.num_layers
+        self._heads = config.num_heads // share.ranks, config.num_kv_heads // share.ranks
+        raw_dtype = self._raw(f"model.layers.{self.layers.start}.operator_norm").dtype
         self.dtype = dtype or raw_dtype
-        self._embedding = self._int8("model.embed_tokens")
-        self._head_norm = self._raw("model.embedding_norm")
-        self._layers = [self._layer(index) for index in range(config.num_layers)]
+        # Both ends need it: the head is tied to it.
+        self._embedding = self._int8("model.embed_tokens") if self.is_first or self.is_last else None
+        self._head_norm = self._raw("model.embedding_norm") if self.is_last else None
+        self._layers = {index: self._layer(index) for index in self.layers}
         self.angles = Angles(config.head_size, config.rope_theta)
         self._rule = RouterRule(config.num_experts, config.experts_per_token, config.normalise_weights, config.routed_scale)
         self.dims = self._dims(raw_dtype)
         sort_experts = on_gpu if sort_experts is None else sort_experts
         self._ops = ops or choose_ops(self.dims, without=without_kernels, sort_experts=sort_experts)
-        conv = tuple(i for i in range(config.num_layers) if i not in config.attention_layers)
+        conv = tuple(i for i in self.layers if i not in config.attention_layers)
+        attention = tuple(i for i in self.layers if i in config.attention_layers)
         self.cache_shape = CacheShape(
-            config.attention_layers, conv, config.num_kv_heads, config.head_size, config.conv_kernel - 1,
-            config.hidden_size, raw_dtype, self.dtype,
-        )  # fmt: skip
+            attention, conv, self._heads[1], config.head_size, config.conv_kernel - 1, config.hidden_size, raw_dtype, self.dtype
+        )
 
     @property
     def ops(self) -> str:
@@ -214,7 +233,7 @@ class Model:
         """Queries over tables of so many pages that attention takes at once."""
         if not self._ops.keeps_pieces:
             return _NO_LIMIT
-        return most_rows(num_pages, self.config.num_heads, self.config.head_size)
+        return most_rows(num_pages, self._heads[0], self.config.head_size)
 
     @property
     def group_rows(self) -> int:
@@ -226,9 +245,16 @@ class Model:
 
         `routes`, if given, is appended the experts uint8 [N, K] of each MoE layer.
         """
-        codes, scales, biases = (array[feed.tokens] for array in self._embedding)
-        x_ND = mx.dequantize(codes, scales.astype(self.dtype), biases.astype(self.dtype), group_size=GROUP_SIZE, bits=BITS)
-        for index, layer in enumerate(self._layers):
+        return self.finish(self.run(self.embed(feed), feed, cache, routes))
+
+    def embed(self, feed: Feed) -> mx.array:
+        """The embeddings of a feed's tokens: [N, D]. Of the first layers' machine only."""
+        codes, scales, biases = (array[feed.tokens] for array in self._tied)
+        return mx.dequantize(codes, scales.astype(self.dtype), biases.astype(self.dtype), group_size=GROUP_SIZE, bits=BITS)
+
+    def run(self, x_ND: mx.array, feed: Feed, cache: Cache, routes: list[mx.array] | None = None) -> mx.array:
+        """Take what comes into the first of these layers through them: [N, D] to [N, D]; see `hidden`."""
+        for index, layer in self._layers.items():
             normed_ND, mixer = self._norm(x_ND, layer.operator_norm), layer.mixer
             if isinstance(mixer, AttentionWeights):
                 x_ND = x_ND + self._attend(index, mixer, normed_ND, feed, cache)
@@ -236,28 +262,42 @@ class Model:
                 x_ND = x_ND + self._convolve(index, mixer, normed_ND, feed, cache)
             normed_ND = self._norm(x_ND, layer.ffn_norm)
             if layer.routing is None:
-                x_ND = x_ND + self._mlp(layer.mlp, normed_ND)
+                x_ND = x_ND + self._summed(self._mlp(layer.mlp, normed_ND))
                 continue
             routing = self._ops.route(normed_ND, layer.routing.gate, layer.routing.bias, self._rule)
-            x_ND = x_ND + self._ops.experts(normed_ND, routing.experts, routing.weights, *layer.mlp)
+            x_ND = x_ND + self._summed(self._ops.experts(normed_ND, routing.experts, routing.weights, *layer.mlp))
             if routes is not None:
                 routes.append(routing.record)
+        return x_ND
+
+    def finish(self, x_ND: mx.array) -> mx.array:
+        """What the last layer gives to final hidden states [N, D]. Of the last layers' machine only."""
+        if self._head_norm is None:
+            raise AssertionError(f"layers {self.layers} have no head")
         return self._norm(x_ND, self._head_norm)
 
     def draw(self, hidden: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
         """Final hidden states [R, D] and uniform numbers [R] to tokens int32 [R] and logprobs float32 [R]; temperature 1."""
-        return self._ops.draw(hidden, self._embedding, uniform)
+        return self._ops.draw(hidden, self._tied, uniform)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Final hidden states [.., D] to fp32 logits [.., V], through the tied embedding."""
-        return linear(hidden.astype(mx.float32), self._embedding)
+        return linear(hidden.astype(mx.float32), self._tied)
+
+    @property
+    def _tied(self) -> Int8:
+        if self._embedding is None:
+            raise AssertionError(f"layers {self.layers} have neither embedding nor head")
+        return self._embedding
+
+    def _summed(self, x: mx.array) -> mx.array:
+        return x if self._total is None else self._total(x)
 
     def _norm(self, x: mx.array, weight: mx.array) -> mx.array:
         return mx.fast.rms_norm(x, weight.astype(self.dtype), self.config.norm_eps)
 
     def _attend(self, index: int, weights: AttentionWeights, x_ND: mx.array, feed: Feed, cache: Cache) -> mx.array:
-        config = self.config
-        num_q, num_kv, size = config.num_heads, config.num_kv_heads, config.head_size
+        (num_q, num_kv), size = self._heads, self.config.head_size
         q_NQH = self._norm(linear(x_ND, weights.q).reshape(-1, num_q, size), weights.q_norm)
         k_NGH = self._norm(linear(x_ND, weights.k).reshape(-1, num_kv, size), weights.k_norm)
         v_NGH = linear(x_ND, weights.v).reshape(-1, num_kv, size)
@@ -278,7 +318,7 @@ class Model:
             out_XWQH = self._ops.attend(q_XWQH, keys, values, tile.tables, tile.lengths, size**-0.5, tile.groups)
             outs.append(out_XWQH.reshape(-1, num_q * size))
         out_ND = outs[0] if len(outs) == 1 else mx.concatenate(outs)
-        return linear(out_ND if feed.unpack is None else out_ND[feed.unpack], weights.out)
+        return self._summed(linear(out_ND if feed.unpack is None else out_ND[feed.unpack], weights.out))
 
     def _rotate(self, x_NQH: mx.array, feed: Feed) -> mx.array:
         """Rotary embedding of heads (Su et al. 2021), the halves of a head being the two coordinates."""
@@ -334,9 +374,9 @@ class Model:
     def _dims(self, raw_dtype: mx.Dtype) -> Dims:
         """What kernels are compiled for."""
         config = self.config
-        inner = next((layer.mlp.gate.codes.shape[-2] for layer in self._layers if layer.routing is not None), 0)
+        inner = next((layer.mlp.gate.codes.shape[-2] for layer in self._layers.values() if layer.routing is not None), 0)
         return Dims(
-            config.hidden_size, inner, config.num_experts, config.experts_per_token, config.num_heads, config.num_kv_heads,
+            config.hidden_size, inner, config.num_experts, config.experts_per_token, *self._heads,
             config.head_size, config.conv_kernel, self.dtype, raw_dtype,
         )  # fmt: skip
 
