@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test lint docs clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright
+
+docs: install
+	$(BIN)/python -m cli.reference docs/reference
 
 clean:
 	rm -rf $(VENV) build *.egg-info
