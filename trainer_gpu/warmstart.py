@@ -11,23 +11,18 @@ import math
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
 
-from environments.base import Question
+from environments.demonstrations import Demonstration
 from environments.registry import create
-from environments.search.corpus import RELATIONS, build_world
-from environments.search.env import FIRST_WARM_START_SEED
-from environments.search.prompts import ANSWER_MARK, question_messages
-from environments.search.questions import build_questions
-from environments.search.tools import SEARCH, SearchTool
-from environments.search.vocabulary import CALL_CLOSING, CALL_OPENING, PAD, STOP, UNKNOWN, build_tokenizer
-from stoa.chat.render import ChatRenderer
-from stoa.chat.tools import ToolCall
+from environments.search.small_policy import shape, write_tokenizer
+from environments.search.teacher import Recipe, Teacher
+from environments.search.vocabulary import PAD, build_tokenizer
 from trainer_gpu.rehearsal import play, rates
 
 SHIPPED_SEED = 2
@@ -36,100 +31,9 @@ REPORT_EVERY = 50
 # B rows of a batch, T tokens, V vocabulary.
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How the policy is taught. The shares are of dialogues; `search_rate` is what the policy shall do."""
-
-    num_steps: int = 600
-    batch_rows: int = 64
-    learning_rate: float = 4e-3
-    num_warmup_steps: int = 50
-    steps_per_world: int = 25
-    entities_per_world: int = 600
-    top_k: int = 2
-    search_rate: float = 0.21
-    # Most of the run shows many searches, for practice, and weights the decision to search back to search_rate.
-    practice_share_of_steps: float = 0.8
-    practice_search_rate: float = 0.8
-    final_good_query_rate: float = 0.78
-
-
-@dataclass(frozen=True, slots=True)
-class Dialogue:
-    """One written example: all ids, and the weight of each id as a target (0 where the policy does not speak)."""
-
-    ids: list[int]
-    weights: list[float]
-
-
-class Teacher:
-    """Writes dialogues about one world."""
-
-    def __init__(self, world_seed: int, recipe: Recipe, tokenizer: Tokenizer) -> None:
-        world = build_world(FIRST_WARM_START_SEED + world_seed, recipe.entities_per_world)
-        self._recipe = recipe
-        self._tokenizer = tokenizer
-        self._renderer = ChatRenderer(tokenizer.to_str().encode())
-        self._questions = build_questions(world, 0)
-        self._names = {entity.id: entity.name for entity in world}
-        self._tool = SearchTool([entity.abstract for entity in world], recipe.top_k)
-
-    def dialogue(self, draw: random.Random, practice: bool) -> Dialogue:
-        """One dialogue about a random question, with or without a search."""
-        recipe = self._recipe
-        question = draw.choice(self._questions)
-        shown_rate = recipe.practice_search_rate if practice else recipe.search_rate
-        searches = draw.random() < shown_rate
-        wanted, shown = (recipe.search_rate, shown_rate) if searches else (1 - recipe.search_rate, 1 - shown_rate)
-        ids = list(self._renderer.prompt(question_messages(question.text)))
-        weights = [0.0] * len(ids)
-        answer = draw.choice(RELATIONS[_relation(question)])
-        if searches:
-            good = practice or draw.random() < recipe.final_good_query_rate
-            query = self._names[question.source] if good else _relation(question)
-            answer = question.answers[0] if good else answer
-            self._say(ids, weights, f"<|tool_call_start|>{CALL_OPENING}{query}{CALL_CLOSING}<|tool_call_end|>{STOP}")
-            result = self._tool.run(ToolCall(SEARCH, {"query": query}))
-            follow = self._renderer.follow([result] if result else [])
-            ids.extend(follow)
-            weights.extend([0.0] * len(follow))
-        self._say(ids, weights, f"{ANSWER_MARK} {answer}{STOP}")
-        weights[weights.index(1.0)] = wanted / shown
-        return Dialogue(ids, weights)
-
-    def _say(self, ids: list[int], weights: list[float], text: str) -> None:
-        said = self._tokenizer.encode(text, add_special_tokens=False).ids
-        ids.extend(said)
-        weights.extend([1.0] * len(said))
-
-
 def policy_config(tokenizer: Tokenizer) -> Lfm2MoeConfig:
-    """The shape of the small policy: 284,512 parameters; every dimension that gets quantised is a multiple of 64."""
-    return Lfm2MoeConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=3,
-        layer_types=["conv", "full_attention", "conv"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_dense_layers=1,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        use_expert_bias=True,
-        routed_scaling_factor=1.0,
-        conv_L_cache=3,
-        max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.05,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.token_to_id(PAD),
-        bos_token_id=tokenizer.token_to_id("<|startoftext|>"),
-        eos_token_id=tokenizer.token_to_id(STOP),
-        dtype="float32",
-    )
+    """The small policy's shape as transformers takes it."""
+    return Lfm2MoeConfig(**shape(tokenizer))  # pyright: ignore[reportArgumentType] - settings by name
 
 
 def new_policy(tokenizer: Tokenizer, seed: int) -> Lfm2MoeForCausalLM:
@@ -164,7 +68,7 @@ def teach(model: Lfm2MoeForCausalLM, tokenizer: Tokenizer, recipe: Recipe, seed:
         yield loss.item()
 
 
-def _loss(model: Lfm2MoeForCausalLM, batch: list[Dialogue], pad_id: int) -> torch.Tensor:
+def _loss(model: Lfm2MoeForCausalLM, batch: list[Demonstration], pad_id: int) -> torch.Tensor:
     length = max(len(dialogue.ids) for dialogue in batch)
     ids_BT = torch.tensor([d.ids + [pad_id] * (length - len(d.ids)) for d in batch])
     weights_BT = torch.tensor([d.weights + [0.0] * (length - len(d.ids)) for d in batch])
@@ -180,37 +84,13 @@ def _rate_share(step: int, recipe: Recipe) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _relation(question: Question) -> str:
-    return question.id.split("-")[1]
-
-
-CHAT_TEMPLATE = (
-    "{{- bos_token -}}"
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
-)
-
-
 def save_policy(model: Lfm2MoeForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a hub checkpoint folder that transformers and mlx_lm open."""
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config.do_sample = True
     model.generation_config.temperature = 1.0
     model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n")
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
-        "bos_token": "<|startoftext|>",
-        "eos_token": STOP,
-        "unk_token": UNKNOWN,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": model.config.max_position_embeddings,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_tokenizer(tokenizer, folder)
     (folder / "model.safetensors").chmod(0o644)
 
 

@@ -10,13 +10,15 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from environments.demonstrations import Demonstration
 from environments.registry import create
+from environments.search.teacher import Recipe, Teacher
 from environments.search.vocabulary import build_tokenizer
 from stoa.chat.render import ChatRenderer
 from stoa.chat.turns import read_turn
 from trainer_gpu import warmstart
 from trainer_gpu.rehearsal import play, rates
-from trainer_gpu.warmstart import SHIPPED_SEED, Dialogue, Recipe, Teacher
+from trainer_gpu.warmstart import SHIPPED_SEED
 
 ROOT = Path(__file__).parents[3]
 POLICY = ROOT / "environments/search/policy"
@@ -28,12 +30,12 @@ def tokenizer() -> Tokenizer:
     return build_tokenizer()
 
 
-def dialogues(tokenizer: Tokenizer, *, practice: bool, count: int = 600) -> list[Dialogue]:
+def dialogues(tokenizer: Tokenizer, *, practice: bool, count: int = 600) -> list[Demonstration]:
     teacher, draw = Teacher(3, Recipe(), tokenizer), random.Random(3)
     return [teacher.dialogue(draw, practice) for _ in range(count)]
 
 
-def turns_of(dialogue: Dialogue) -> list[list[int]]:
+def turns_of(dialogue: Demonstration) -> list[list[int]]:
     """The stretches of ids that carry weight."""
     turns: list[list[int]] = []
     for index, (token_id, weight) in enumerate(zip(dialogue.ids, dialogue.weights, strict=True)):
