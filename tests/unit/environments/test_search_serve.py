@@ -1,0 +1,191 @@
+"""The search server and its client over a real socket: Search-R1's form, limits, and trouble that is nobody's wrong answer."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from environments.search.building import build_index
+from environments.search.retrieval import LocalRetriever, Passage, SearchClient, open_retriever
+from environments.search.serve import MOST_BODY_BYTES, SearchServer
+from stoa.contracts.errors import ConfigError, FormatError, InfrastructureFaultError
+from tests.unit.environments.papers import texts, write_corpus
+
+TEXTS = texts(120)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("served")
+    build_index(write_corpus(base / "corpus.jsonl", TEXTS), base / "index", documents_a_shard=50)
+    return base / "index"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[SearchServer]:
+    with SearchServer(("127.0.0.1", 0), LocalRetriever(folder), seconds=30.0, most_at_once=4) as serving:
+        thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield serving
+        serving.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def url(server: SearchServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def post(server: SearchServer, body: bytes, path: str = "/retrieve", headers: dict[str, str] | None = None) -> tuple[int, object]:
+    connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+    connection.request("POST", path, body, headers or {})
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer
+
+
+def test_answers_have_search_r1s_two_forms(server: SearchServer, folder: Path) -> None:
+    best = LocalRetriever(folder).search("w1 w7", 2)
+    asked = {"queries": ["w1 w7", "nothing"], "topk": 2, "return_scores": True}
+    status, answer = post(server, json.dumps(asked).encode())
+    documents = [{"id": passage.id, "contents": passage.contents} for passage in best]
+    scored = [{"document": document, "score": passage.score} for document, passage in zip(documents, best, strict=True)]
+    assert (status, answer) == (200, {"result": [scored, []]})
+    assert len(best) == 2 and best[0].contents == TEXTS[int(best[0].id[1:])]
+    assert post(server, json.dumps({**asked, "return_scores": False}).encode()) == (200, {"result": [documents, []]})
+    _, three = post(server, b'{"queries": ["w1"]}')
+    assert len(three["result"][0]) == 3  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b'{"queries": "liver"}', 400),
+        (b'{"queries": [1]}', 400),
+        (b'{"queries": ["a"], "topk": 0.5}', 400),
+        (b'{"queries": ["a"], "topk": 101}', 400),
+        (b'{"queries": ["a"], "topk": -1}', 400),
+        (json.dumps({"queries": ["a"] * 513}).encode(), 400),
+        (b"[" * 100_000, 400),
+        (b'{"queries": ["\\ud800 \\u0000", ""]}', 200),
+    ],
+)
+def test_request_that_is_none_is_refused_with_a_status(server: SearchServer, body: bytes, status: int) -> None:
+    assert post(server, body)[0] == status
+
+
+def test_server_refuses_what_is_too_much(server: SearchServer, folder: Path) -> None:
+    assert post(server, b"", headers={"Content-Length": str(MOST_BODY_BYTES + 1)})[0] == 413
+    assert post(server, b"", headers={"Content-Length": "many"})[0] == 411
+    assert post(server, b"{}", path="/other")[0] == 404
+    taken = [server.places.acquire(blocking=False) for _ in range(4)]
+    assert all(taken)
+    try:
+        assert post(server, b'{"queries": ["w1"]}')[0] == 503
+    finally:
+        server.places.release(4)
+    assert post(server, b'{"queries": ["w1"]}')[0] == 200
+    server.seconds, kept = 0.0, server.seconds
+    try:
+        assert post(server, b'{"queries": ["w1"]}')[0] == 504
+    finally:
+        server.seconds = kept
+
+
+def test_client_finds_what_the_index_finds_and_remembers_it(url: str, folder: Path, server: SearchServer) -> None:
+    client, local = SearchClient(url), LocalRetriever(folder)
+    for query in ("w1 w2", "w3", "w1   w2", "nothing", "\ud800 w5"):
+        assert client.search(query, 3) == local.search(query, 3)
+    assert (client.remembered.num_hits, client.remembered.num_misses) == (1, 4)
+    before = server.retriever.remembered.num_hits
+    SearchClient(url).search("w1 w2", 3)
+    assert server.retriever.remembered.num_hits == before + 1
+
+
+class _Broken(BaseHTTPRequestHandler):
+    """Answers with what its server holds, one after the other."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        status, content = self.server.answers.pop(0)  # pyright: ignore
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture
+def broken() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Broken) as serving:
+        thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield serving
+        serving.shutdown()
+        thread.join()
+
+
+GOOD = b'{"result": [[{"document": {"contents": "found"}, "score": 2}]]}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b"{}",
+        b'{"result": []}',
+        b'{"result": [[1]]}',
+        b'{"result": [[{"contents": 5}]]}',
+        b'{"result": [[], []]}',
+        b"[" * 99_999,
+    ],
+)
+def test_server_that_answers_nonsense_is_an_infrastructure_fault(broken: ThreadingHTTPServer, content: bytes) -> None:
+    broken.answers = [(200, content)] * 2  # pyright: ignore
+    client = SearchClient(f"http://127.0.0.1:{broken.server_address[1]}", attempts=2, pause_seconds=0.0)
+    with pytest.raises(InfrastructureFaultError, match="2 times"):
+        client.search("liver", 3)
+    assert not broken.answers  # pyright: ignore
+
+
+def test_client_asks_again_and_forgets_failures(broken: ThreadingHTTPServer) -> None:
+    broken.answers = [(503, b"{}"), (500, b""), (200, GOOD), (200, GOOD)]  # pyright: ignore
+    client = SearchClient(f"http://127.0.0.1:{broken.server_address[1]}", attempts=2, pause_seconds=0.0)
+    with pytest.raises(InfrastructureFaultError, match="status 500"):
+        client.search("liver", 3)
+    assert client.search("liver", 3) == (Passage("", "found", 2.0),)
+    assert client.search("liver", 3) == (Passage("", "found", 2.0),)
+    assert len(broken.answers) == 1  # pyright: ignore
+
+
+def test_server_that_is_away_is_an_infrastructure_fault() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    client = SearchClient(f"http://127.0.0.1:{port}", attempts=2, pause_seconds=0.0, seconds=5.0)
+    with pytest.raises(InfrastructureFaultError, match="did not answer"):
+        client.search("liver", 3)
+
+
+def test_another_index_is_refused(url: str, folder: Path, server: SearchServer, tmp_path: Path) -> None:
+    index_id = server.retriever.index.about.index_id
+    for place in (url, str(folder)):
+        assert open_retriever(place, index_id=index_id).search("w1", 1)
+        with pytest.raises(ConfigError, match="set up for other"):
+            open_retriever(place, index_id="other")
+    with pytest.raises(FormatError):
+        open_retriever(str(tmp_path))
+    for bad in ("ftp://host", "http://"):
+        with pytest.raises(ConfigError, match="no address"):
+            open_retriever(bad)
