@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +23,9 @@ from stoa.contracts.errors import ServiceUnavailableError
 POLL_SECONDS: Final = 2.0
 OUTAGE_SECONDS: Final = 900.0
 """A server may be away this long before following ends; the run rides it out by itself."""
+GONE_LOOKS: Final = 5
+"""So many looks one after another must find no running workflow before a run counts as gone: one that starts is not there at once."""
+ENDED: Final = ("stopped", "failed", "gone")
 PIPE_COLUMNS: Final = 400
 """In a pipe nothing is cut to the width of a terminal."""
 ASKED: Final = "asked on the command line"
@@ -55,18 +58,24 @@ def find_run(run: str, config: Path | None, *, temporal: bool = True) -> Iterato
 def follow(found: Found, max_steps: int, ui_url: str = "") -> RunRecord:
     """Show a run until it has ended; returns its record. Ctrl-C ends the following, not the run.
 
+    A run whose workflow Temporal runs no more, though it never said that it ended, comes back with the state `gone`.
+
     Raises ServiceUnavailableError once a server has been away for `OUTAGE_SECONDS`.
     """
     run = found.document.run
     away_since = 0.0
+    num_absent = 0
     with Progress(max_steps, ui_url) as progress:
         while True:
             try:
                 record = found.collector.collect()
                 progress.show(record)
                 away_since = 0.0
-                if record.state in ("stopped", "failed") and not found.control.is_running(run):
+                num_absent = 0 if found.control.is_running(run) else num_absent + 1
+                if num_absent and record.state in ENDED:
                     return record
+                if num_absent >= GONE_LOOKS:
+                    return gone(record)
             except ServiceUnavailableError as problem:
                 if not away_since:
                     away_since = time.monotonic()
@@ -74,6 +83,12 @@ def follow(found: Found, max_steps: int, ui_url: str = "") -> RunRecord:
                 if time.monotonic() - away_since > OUTAGE_SECONDS:
                     raise
             time.sleep(POLL_SECONDS)
+
+
+def gone(record: RunRecord) -> RunRecord:
+    """The record of a run that ended without a word: its workflow was terminated, or Temporal has lost it."""
+    why = "Temporal runs it no more; `stoa run CONFIG --resume` goes on with it"
+    return replace(record, state="gone", waiting_for="", end_reason=why)
 
 
 def reached(stop: Stop, record: RunRecord) -> bool:

@@ -31,6 +31,7 @@ _COMMANDS: Final = {
     "Look": {
         "status": "How a run is, what it waits for, and each Mac.",
         "fleet": "The Macs of a run, the fastest first, and why the slowest is slow.",
+        "episode": "Read what a Mac played: turns, tool calls, rewards, which tokens were learned from.",
         "report": "Write report.json, metrics.jsonl, report.html and plots of a run.",
         "export": "Make a folder of a run's weights that other tools open.",
         "weights": "Look at, check, compare and clear the published weights of a run.",

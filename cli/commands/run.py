@@ -55,6 +55,9 @@ def run(
         except KeyboardInterrupt:
             say.talk(f"no longer following; the run goes on: `stoa status {settings.run}`, `stoa stop {settings.run}`")
             return Exit.STOPPED
+        if record.state == "gone":
+            say.error(f"run {settings.run}: {record.end_reason}")
+            return Exit.FAILED
         result = control.result(settings.run)
         say.talk(f"run {settings.run} ended at step {result.step}, version {result.version}: {result.end_reason}")
         if record.state == "failed":

@@ -21,7 +21,7 @@ def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = Non
     """How a run is, what it waits for, and each Mac."""
     from rich.console import Console
 
-    from cli.follow import PIPE_COLUMNS, find_run
+    from cli.follow import PIPE_COLUMNS, find_run, gone
     from cli.follow import follow as follow_to_its_end
     from cli.live.progress import block
 
@@ -34,6 +34,8 @@ def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = Non
                 return Exit.STOPPED
         else:
             record = found.collector.collect()
+            if record.state not in ("stopped", "failed") and not found.control.is_running(run):
+                record = gone(record)
         spent = _spent(found.control, run)
     if as_json:
         say.data(json.dumps({**facts(record), **spent}, indent=2))
@@ -65,7 +67,7 @@ def facts(record: "RunRecord") -> dict[str, object]:
     return {
         "run": record.facts.run,
         "state": record.state,
-        "waiting_for": "" if record.state in ("stopped", "failed") else record.waiting_for,
+        "waiting_for": "" if record.state in ("stopped", "failed", "gone") else record.waiting_for,
         "end_reason": record.end_reason,
         "version": record.version,
         "step": max(record.step, record.live_step),

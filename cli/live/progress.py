@@ -123,7 +123,7 @@ def block(record: RunRecord, max_steps: int, ui_url: str) -> RenderableType:
 
 def _why(record: RunRecord) -> str:
     """Why a run ended, or what it waits for."""
-    return record.end_reason if record.state in ("stopped", "failed") and record.end_reason else record.waiting_for
+    return record.end_reason if record.state in ("stopped", "failed", "gone") and record.end_reason else record.waiting_for
 
 
 def _steps(record: RunRecord, max_steps: int) -> RenderableType:

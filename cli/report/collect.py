@@ -135,7 +135,9 @@ class Collector:
                 self._early = self._early or tuple(self._sessions.values())
                 self._waits.update(s.reason for s in self._sessions.values() if s.state == "live" and s.reason)
             self._silence = ""
-        except (ServiceError, RunMissingError) as problem:
+        except RunMissingError as problem:
+            self._silence = f"nothing: {problem.message}; `stoa run CONFIG --resume` goes on with it"
+        except ServiceError as problem:
             # The view must live on while Temporal or the control process starts again; the last answers stand.
             self._silence = problem.message if self._status is not None else _NOT_YET
 

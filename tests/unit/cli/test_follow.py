@@ -6,7 +6,8 @@ from typing import cast
 
 import pytest
 
-from cli.follow import Found, follow, reached
+from cli import follow as following
+from cli.follow import GONE_LOOKS, Found, follow, reached
 from cli.report.record import RunRecord
 from stoa.config.run import Stop
 from stoa.contracts.errors import ServiceUnavailableError
@@ -49,3 +50,24 @@ def test_following_outlives_an_outage_of_the_bucket(capsys: pytest.CaptureFixtur
     )
     assert follow(cast(Found, found), 8) == ended
     assert "waiting: the bucket does not answer" in capsys.readouterr().err
+
+
+def test_following_ends_once_temporal_has_no_such_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workflow was terminated, or Temporal's history of it is over: it never says that it ended, and HEAD says running."""
+    monkeypatch.setattr(following, "POLL_SECONDS", 0.0)
+    looks: list[bool] = []
+    # Away for a moment at its start: that is not the end of it.
+    there = [False] * (GONE_LOOKS - 1) + [True] + [False] * GONE_LOOKS
+
+    def is_running(_: str) -> bool:
+        looks.append(True)
+        return there[len(looks) - 1]
+
+    found = SimpleNamespace(
+        document=SimpleNamespace(run="demo"),
+        collector=SimpleNamespace(collect=lambda: replace(record(), state="running")),
+        control=SimpleNamespace(is_running=is_running),
+    )
+    told = follow(cast(Found, found), 8)
+    assert (told.state, len(looks)) == ("gone", 2 * GONE_LOOKS)
+    assert "--resume" in told.end_reason
