@@ -125,6 +125,12 @@ def in_range(environment: str, key: str, value: float, low: float, high: float) 
         )
 
 
+def one_of(environment: str, key: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise ConfigError unless the value is one of those allowed."""
+    if value not in allowed:
+        raise ConfigError(f"environment {environment}: {key} = {value!r} is not one of {', '.join(allowed)}", hint=_nearest(value, allowed))
+
+
 def unknown_name(kind: str, name: str, known: Sequence[str]) -> UnknownNameError:
     """The error for a name that nothing answers to, with the nearest one that something does."""
     return UnknownNameError(f"no {kind} is called {name!r}", hint=_nearest(name, known))

@@ -1,16 +1,15 @@
 """The search environment: a question, up to `max_calls` searches, one short answer.
 
-It is the fold of sampled turns over the tool and the reward. An answer without its mark, a broken call, or a turn
+An answer without its mark, a broken call, or a turn
 without its end is malformed: it ends the episode with reward 0.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from environments.base import (
-    EpisodeOverError,
     Limits,
     Outcome,
     Question,
@@ -18,22 +17,22 @@ from environments.base import (
     Setting,
     Split,
     in_range,
+    one_of,
     read_settings,
     unknown_name,
 )
+from environments.dialogue import Progress, ToolDialogue
 from environments.search.corpus import MAX_ENTITIES, build_world
 from environments.search.prompts import ANSWER_MARK, question_messages
 from environments.search.questions import build_questions
-from environments.search.reward import match
+from environments.search.reward import METRICS, match
 from environments.search.tools import SearchTool
-from stoa.chat.render import ChatRenderer, Message
-from stoa.chat.turns import Turn, read_turn
+from stoa.chat.render import ChatRenderer
 
 NAME = "search"
 # Warm-start worlds have seeds from here on; a run's world never does, so its facts cannot have been learned before.
 FIRST_WARM_START_SEED = 1_000_000
 _ANSWER = re.compile(r"\s*:\s*".join(map(re.escape, ANSWER_MARK.split(":"))) + r"(?P<answer>.*)", re.DOTALL)
-_REMEMBERED_TURNS = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,7 @@ class SearchSettings:
     top_k: int = 2
     max_turn_tokens: int = 12
     max_episode_tokens: int = 192
+    reward: str = "strict_cover"
 
     def check(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -57,15 +57,7 @@ class SearchSettings:
         in_range(NAME, "top_k", self.top_k, 1, 16)
         in_range(NAME, "max_turn_tokens", self.max_turn_tokens, 4, 4096)
         in_range(NAME, "max_episode_tokens", self.max_episode_tokens, 64, 65536)
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The state after one sampled turn."""
-
-    reply: Reply
-    num_calls: int
-    answer: str
+        one_of(NAME, "reward", self.reward, METRICS)
 
 
 class SearchEnvironment:
@@ -81,8 +73,8 @@ class SearchEnvironment:
         self.stop_ids = frozenset({self._renderer.special.im_end})
         world = build_world(settings.world_seed, settings.num_entities)
         self._questions = {question.id: question for question in build_questions(world, settings.num_held_out)}
-        self._tool = SearchTool([entity.abstract for entity in world], settings.top_k)
-        self._read = lru_cache(maxsize=_REMEMBERED_TURNS)(self._read_turn)
+        tool = SearchTool([entity.abstract for entity in world], settings.top_k)
+        self._dialogue = ToolDialogue(self._renderer, self.limits, max_calls=settings.max_calls, run_tool=tool.run, answer_of=_answer_of)
         self._prompt = lru_cache(maxsize=len(self._questions))(self._render_prompt)
 
     def question_ids(self, split: Split) -> tuple[str, ...]:
@@ -105,73 +97,30 @@ class SearchEnvironment:
 
     def reply(self, question_id: str, turns: Sequence[Sequence[int]]) -> Reply:
         """The search results, each a tool message, or the end of the episode."""
-        return self._last_step(question_id, turns).reply
+        return self._last(question_id, turns).reply
 
     def score(self, question_id: str, turns: Sequence[Sequence[int]]) -> Outcome:
-        """Strict cover is the reward; the other metrics are in the parts, with the answer's length in words."""
-        step = self._last_step(question_id, turns)
-        answered = step.reply.stop_reason == "answered"
-        found = match(step.answer if answered else "", self.question(question_id).answers)
+        """One of the three metrics is the reward; all are in the parts, with the answer's length in words."""
+        last = self._last(question_id, turns)
+        found = match(last.answer if last.answered else "", self.question(question_id).answers)
         parts = {
             "exact_match": float(found.exact_match),
             "cover": float(found.cover),
             "strict_cover": float(found.strict_cover),
-            "searched": float(step.num_calls > 0),
-            "num_calls": float(step.num_calls),
-            "malformed": float(step.reply.stop_reason == "malformed"),
-            "answer_words": float(len(step.answer.split())),
+            "searched": float(last.num_calls > 0),
+            "num_calls": float(last.num_calls),
+            "malformed": float(last.reply.stop_reason == "malformed"),
+            "answer_words": float(len(last.answer.split())),
         }
-        return Outcome(float(found.strict_cover), parts)
+        return Outcome(parts[self._settings.reward], parts)
 
-    def _last_step(self, question_id: str, turns: Sequence[Sequence[int]]) -> _Step:
-        steps = list(self._play(question_id, turns))
-        if len(steps) != len(turns) or not steps:
-            raise EpisodeOverError(
-                f"question {question_id}: {len(turns)} turns were given and {len(steps)} can be played",
-                hint="an episode has at least one turn, and none after the one that ended it",
-            )
-        return steps[-1]
+    def _last(self, question_id: str, turns: Sequence[Sequence[int]]) -> Progress:
+        return self._dialogue.last(question_id, len(self.prompt_ids(question_id)), turns)
 
-    def _play(self, question_id: str, turns: Sequence[Sequence[int]]) -> Iterator[_Step]:
-        num_tokens = len(self.prompt_ids(question_id))
-        num_calls = 0
-        for ids in turns:
-            turn, results = self._read(tuple(ids))
-            step = self._step(turn, results, num_calls, num_tokens + len(ids))
-            yield step
-            if step.reply.done:
-                return
-            num_tokens += len(ids) + len(step.reply.ids)
-            num_calls = step.num_calls
 
-    def _step(self, turn: Turn, results: tuple[Message, ...] | None, num_calls: int, num_tokens: int) -> _Step:
-        if turn.fault is not None or results is None:
-            return _Step(Reply((), True, "malformed"), num_calls, "")
-        if not turn.calls:
-            said = _ANSWER.fullmatch(turn.text)
-            if said is None:
-                return _Step(Reply((), True, "malformed"), num_calls, "")
-            return _Step(Reply((), True, "answered"), num_calls, said["answer"].strip())
-        if num_calls + len(results) > self._settings.max_calls:
-            return _Step(Reply((), True, "call_limit"), num_calls, "")
-        num_calls += len(results)
-        ids = self._renderer.follow(results)
-        if num_tokens + len(ids) + self.limits.max_turn_tokens > self.limits.max_episode_tokens:
-            return _Step(Reply((), True, "token_limit"), num_calls, "")
-        return _Step(Reply(ids, False, ""), num_calls, "")
-
-    def _read_turn(self, ids: tuple[int, ...]) -> tuple[Turn, tuple[Message, ...] | None]:
-        """A turn and the results of its calls; None in their place if it is too long or one is no call of the tool."""
-        turn = read_turn(self._renderer, ids)
-        if len(ids) > self.limits.max_turn_tokens:
-            return turn, None
-        results: list[Message] = []
-        for call in turn.calls[: self._settings.max_calls + 1]:
-            result = self._tool.run(call)
-            if result is None:
-                return turn, None
-            results.append(result)
-        return turn, tuple(results)
+def _answer_of(text: str) -> str | None:
+    said = _ANSWER.fullmatch(text)
+    return None if said is None else said["answer"].strip()
 
 
 def create(settings: Mapping[str, Setting], tokenizer_json: bytes) -> SearchEnvironment:

@@ -2,7 +2,8 @@
 
 *exact_match* and *cover* are the usual metrics, kept for comparison. *strict_cover* is what trains: the gold answer
 must stand in the prediction as whole words, and every other word must be a filler, so neither a longer number, nor a
-list of guesses, nor a negation scores. Nothing empty ever scores, on either side.
+list of guesses, nor a negation scores; a synonym among the accepted answers may stand beside it, as in `tumor necrosis
+factor alpha (TNF-alpha)`. Nothing empty ever scores, on either side.
 """
 
 import re
@@ -27,12 +28,15 @@ class Match:
     strict_cover: bool
 
 
+METRICS = ("exact_match", "cover", "strict_cover")
+
+
 def match(prediction: str, answers: Sequence[str]) -> Match:
     """Compare a prediction with every accepted answer; the best counts."""
     return Match(
         exact_match=any(_exact_match(prediction, answer) for answer in answers),
         cover=any(_cover(prediction, answer) for answer in answers),
-        strict_cover=any(_strict_cover(prediction, answer) for answer in answers),
+        strict_cover=any(_strict_cover(prediction, answer, answers) for answer in answers),
     )
 
 
@@ -46,15 +50,31 @@ def _cover(prediction: str, answer: str) -> bool:
     return bool(gold) and gold in _normalised(prediction)
 
 
-def _strict_cover(prediction: str, answer: str) -> bool:
-    gold, said = _words(answer), _words(prediction)
-    if not _normalised(answer):
+def _strict_cover(prediction: str, answer: str, answers: Sequence[str]) -> bool:
+    if not says_something(answer):
         return False
+    others = _without(_words(prediction), _words(answer))
+    if others is None:
+        return False
+    # Longest first, so that a synonym inside another does not break it up.
+    synonyms = {tuple(_words(one)) for one in answers} - {tuple(_words(answer)), ()}
+    for synonym in sorted(synonyms, key=lambda words: (-len(words), words)):
+        rest = _without(others, list(synonym))
+        others = others if rest is None else rest
+    return len(others) <= MAX_FILLER_WORDS and _FILLERS.issuperset(others)
+
+
+def _without(said: list[str], gold: list[str]) -> list[str] | None:
+    """What is said besides the first place where `gold` stands; None if it stands nowhere."""
     for start in range(len(said) - len(gold) + 1):
         if said[start : start + len(gold)] == gold:
-            others = said[:start] + said[start + len(gold) :]
-            return len(others) <= MAX_FILLER_WORDS and _FILLERS.issuperset(others)
-    return False
+            return said[:start] + said[start + len(gold) :]
+    return None
+
+
+def says_something(answer: str) -> bool:
+    """Whether anything is left of an accepted answer in its normal form; one that says nothing would match anything."""
+    return bool(_normalised(answer)) and bool(_words(answer))
 
 
 def _normalised(text: str) -> str:

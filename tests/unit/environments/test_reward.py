@@ -44,6 +44,22 @@ def test_any_accepted_answer_counts() -> None:
     assert match("GP130", ["interleukin 6 signal transducer", "gp130"]).strict_cover
 
 
+@pytest.mark.parametrize(
+    ("prediction", "strict_cover"),
+    [
+        ("tumor necrosis factor alpha (TNF-alpha)", True),
+        (f"TNF-{GREEK_ALPHA}, unlike tumor necrosis factor alpha", False),
+        ("it is TNF, known as tumor necrosis factor alpha", True),
+        ("TNF-alpha TNF-alpha", False),
+        ("TNF-alpha or IL-6", False),
+        ("not TNF-alpha", False),
+        ("tumor necrosis factor", False),
+    ],
+)
+def test_synonym_may_stand_beside_the_answer_and_nothing_else(prediction: str, strict_cover: bool) -> None:
+    assert match(prediction, ["tumor necrosis factor alpha", "TNF-alpha", "TNF", "--", ""]).strict_cover == strict_cover
+
+
 @pytest.mark.parametrize("joiner", [" ", " or ", ", ", " and ", "/"])
 def test_listing_answers_never_scores(joiner: str) -> None:
     for words in set(RELATIONS.values()):

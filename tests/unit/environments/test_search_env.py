@@ -85,6 +85,14 @@ def test_malformed_turn_ends_the_episode_with_nothing(search: Environment, write
     assert outcome.parts["num_calls"] == 1.0
 
 
+@pytest.mark.parametrize(("metric", "reward"), [("exact_match", 0.0), ("cover", 1.0), ("strict_cover", 0.0)])
+def test_metric_that_trains_is_a_setting_and_all_are_reported(tokenizer_json: bytes, write: Write, metric: str, reward: float) -> None:
+    environment = registry.create("search", {"reward": metric}, tokenizer_json)
+    outcome = environment.score(QUESTION, [write(answer(f"{ANSWER} {WRONG}"))])
+    assert outcome.reward == reward
+    assert [outcome.parts[name] for name in ("exact_match", "cover", "strict_cover")] == [0.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("guess", ["apoptosis autophagy glycolysis angiogenesis inflammation secretion", "", "? .", "the"])
 def test_list_or_empty_answer_earns_nothing(search: Environment, write: Write, guess: str) -> None:
     assert search.score(QUESTION, [write(answer(guess))]).reward == 0.0
@@ -172,6 +180,7 @@ def test_unknown_question_names_the_nearest(search: Environment) -> None:
         ("top_k", "2", "2"),
         ("max_calls", True, "3"),
         ("top_k", 0, "from 1 to"),
+        ("reward", "covers", "cover"),
         ("num_held_out", 600, "from 1 to 599"),
         ("world_seed", 1_000_000, "999999"),
         ("world_seed", -1, "from 0"),

@@ -1,0 +1,127 @@
+"""The turn loop of an environment with tools: sampled turns in, the state after the last one out.
+
+An environment says how a call is run and what an answer looks like; who may call how often, what follows a malformed turn
+and when no more fits is decided here, once for all of them. It may assume the checkpoint's chat format.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from environments.base import EpisodeOverError, Limits, Reply
+from stoa.chat.render import ChatRenderer, Message
+from stoa.chat.tools import ToolCall
+from stoa.chat.turns import Fault, Turn, read_turn
+
+_REMEMBERED_TURNS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The state after one sampled turn. `answer` is "" unless the turn ended the episode with one."""
+
+    reply: Reply
+    num_calls: int
+    num_malformed: int
+    truncated: bool
+    """The last turn has no end: it ran into a limit."""
+    answer: str
+
+    @property
+    def answered(self) -> bool:
+        """Whether the episode ended with an answer."""
+        return self.reply.stop_reason == "answered"
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What one sampled turn says, by itself. `results` is None if it is malformed."""
+
+    turn: Turn
+    results: tuple[Message, ...] | None
+    answer: str | None
+
+
+class ToolDialogue:
+    """The rules of one environment. All methods are pure, and safe from any thread, as far as its tools are.
+
+    `run_tool(call)` gives the message that answers a call, or None if it is no call of the environment's tools;
+    `answer_of(text)` gives the answer that a turn without calls holds, or None if it holds none. A malformed turn ends the
+    episode, unless `correction` is given: then up to `max_corrections` of them are answered with that message. A turn
+    without its end cannot be answered.
+    """
+
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        limits: Limits,
+        *,
+        max_calls: int,
+        run_tool: Callable[[ToolCall], Message | None],
+        answer_of: Callable[[str], str | None],
+        correction: Message | None = None,
+        max_corrections: int = 0,
+    ) -> None:
+        self._renderer, self._limits, self._max_calls = renderer, limits, max_calls
+        self._run_tool, self._answer_of = run_tool, answer_of
+        self._correction = None if correction is None else renderer.follow([correction])
+        self._max_corrections = max_corrections
+        # Trouble of a tool is raised, and what raises is not remembered.
+        self._read = lru_cache(maxsize=_REMEMBERED_TURNS)(self._read_turn)
+
+    def last(self, question_id: str, prompt_tokens: int, turns: Sequence[Sequence[int]]) -> Progress:
+        """The state after all of `turns`, of an episode whose prompt has `prompt_tokens` tokens.
+
+        Raises EpisodeOverError if there is no turn, or one follows the turn that ended the episode; what a tool raises.
+        """
+        states = list(self._play(prompt_tokens, turns))
+        if len(states) != len(turns) or not states:
+            raise EpisodeOverError(
+                f"question {question_id}: {len(turns)} turns were given and {len(states)} can be played",
+                hint="an episode has at least one turn, and none after the one that ended it",
+            )
+        return states[-1]
+
+    def _play(self, num_tokens: int, turns: Sequence[Sequence[int]]) -> Iterator[Progress]:
+        num_calls = num_malformed = 0
+        for ids in turns:
+            state = self._step(self._read(tuple(ids)), num_calls, num_malformed, num_tokens + len(ids))
+            yield state
+            if state.reply.done:
+                return
+            num_tokens += len(ids) + len(state.reply.ids)
+            num_calls, num_malformed = state.num_calls, state.num_malformed
+
+    def _step(self, read: _Read, num_calls: int, num_malformed: int, num_tokens: int) -> Progress:
+        truncated = read.turn.fault == Fault.TRUNCATED
+        if read.results is None:
+            num_malformed += 1
+            if self._correction is None or truncated or num_malformed > self._max_corrections:
+                return Progress(Reply((), True, "malformed"), num_calls, num_malformed, truncated, "")
+            ids = self._correction
+        elif read.answer is not None:
+            return Progress(Reply((), True, "answered"), num_calls, num_malformed, False, read.answer)
+        elif num_calls + len(read.results) > self._max_calls:
+            return Progress(Reply((), True, "call_limit"), num_calls, num_malformed, False, "")
+        else:
+            num_calls += len(read.results)
+            ids = self._renderer.follow(read.results)
+        if num_tokens + len(ids) + self._limits.max_turn_tokens > self._limits.max_episode_tokens:
+            return Progress(Reply((), True, "token_limit"), num_calls, num_malformed, False, "")
+        return Progress(Reply(ids, False, ""), num_calls, num_malformed, False, "")
+
+    def _read_turn(self, ids: tuple[int, ...]) -> _Read:
+        turn = read_turn(self._renderer, ids)
+        if turn.fault is not None or len(ids) > self._limits.max_turn_tokens:
+            return _Read(turn, None, None)
+        if not turn.calls:
+            answer = self._answer_of(turn.text)
+            return _Read(turn, None if answer is None else (), answer)
+        results: list[Message] = []
+        # One more than may be made is enough to tell that they are too many.
+        for call in turn.calls[: self._max_calls + 1]:
+            result = self._run_tool(call)
+            if result is None:
+                return _Read(turn, None, None)
+            results.append(result)
+        return _Read(turn, tuple(results), None)
