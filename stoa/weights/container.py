@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 from pydantic import ConfigDict, TypeAdapter
 
@@ -32,8 +31,6 @@ DELTA_FORMAT: Final = "stoa-delta-1"
 ANCHOR_FORMAT: Final = "stoa-anchor-1"
 MAX_INDEX_BYTES: Final = 4 << 20
 _MAX_HEADER_BYTES: Final = 4 << 20
-_READ_BYTES: Final = 1 << 20
-"""Read at a time into an array, and hashed while a processor's cache still has it."""
 _DTYPES: Final = {
     "U8": np.dtype("<u1"),
     "U16": np.dtype("<u2"),
@@ -299,16 +296,7 @@ def read_anchor_part(path: Path, part: AnchorPart, state: WeightState) -> dict[s
         state.verified_id = None
         digests: dict[str, str] = {}
         for name in sorted(entries, key=lambda name: entries[name][2:]):
-            view = state.arrays[name].reshape(-1).view(np.uint8).data
-            digest = xxhash.xxh3_128()
-            at = 0
-            while at < len(view):
-                count = file.readinto(view[at : at + _READ_BYTES])
-                if not count:
-                    raise FormatError(f"{path.name} is torn")
-                digest.update(view[at : at + count])
-                at += count
-            digests[name] = digest.hexdigest()
+            digests[name] = state.fill(name, file.readinto, path.name)
     return digests
 
 

@@ -7,12 +7,13 @@ that cannot be applied writes nothing.
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from stoa.contracts.errors import FormatError, LayoutError, WrongStateError
@@ -24,6 +25,8 @@ from stoa.weights.pulse import Change, Int64s, RawBits
 
 _Item = TypeVar("_Item", bound=np.generic)
 _BLOCK: Final = 1 << 15
+READ_BYTES: Final = 1 << 20
+"""Read at a time into an array, and hashed while a processor's cache still has it."""
 NUM_APPLIERS: Final = min(4, os.cpu_count() or 1)
 """Segments of an update that are written at once: each waits for memory most of the time."""
 
@@ -75,6 +78,20 @@ class WeightState:
         self.verified_id = None
         for name, array in self.arrays.items():
             np.copyto(array, other.arrays[name])
+
+    def fill(self, name: str, read: Callable[[memoryview], int | None], what: str) -> str:
+        """Read an array's bytes straight into it; returns the xxh3-128 of what stands there then.
+
+        `read` fills a buffer and says how much it had. Raises FormatError if it has nothing before the array is full.
+        """
+        view, digest, at = self.arrays[name].reshape(-1).view(np.uint8).data, xxhash.xxh3_128(), 0
+        while at < len(view):
+            count = read(view[at : at + READ_BYTES])
+            if not count:
+                raise FormatError(f"{what} is torn")
+            digest.update(view[at : at + count])
+            at += count
+        return digest.hexdigest()
 
     def tensor_digests(self) -> dict[str, str]:
         """xxh3-128 of every array: a full rescan of memory."""
