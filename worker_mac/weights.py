@@ -50,7 +50,7 @@ class LiveWeights:
 
     def _check_shared(self) -> None:
         """Raise WeightsError unless a byte written through a view is what MLX reads."""
-        name = next(spec.name for spec in self.state.layout.arrays if spec.dtype == "uint8")
+        name = next(spec.name for spec in self.state.layout.arrays if spec.dtype == "uint8" and spec.name in self.arrays)
         view, array = self.state.arrays[name].reshape(-1), self.arrays[name].reshape(-1)
         before = int(view[0])
         view[0] = before ^ 0xFF

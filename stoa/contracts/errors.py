@@ -143,7 +143,15 @@ class LostStateError(StoaError):
 
 
 class RankLostError(StoaError):
-    """One of the trainer's processes is gone or out of step: all must end and start again."""
+    """One of the processes that work as one is gone or out of step: all must end and start again."""
+
+
+class WiredError(StoaError):
+    """A wired set of Macs cannot work as one: a host, an address, a port, a split of the model, or unlike programs."""
+
+
+class LinkMismatchError(StoaError):
+    """Two Macs of a wired set would exchange arrays of other shapes or types than each expects; nothing was exchanged."""
 
 
 class WeightsError(StoaError):

@@ -1,0 +1,90 @@
+"""A wired set inside one process for tests: followers on threads, connections over socket pairs, hidden states in queues.
+
+Everything but the collectives themselves is the real thing; those are played by `queue.Queue`s.
+"""
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import mlx.core as mx
+import numpy as np
+
+from stoa.contracts.errors import GpuInterruptedError, LinkMismatchError, StoaError
+from stoa.weights.state import WeightState
+from worker_mac.cluster.follow import Follower
+from worker_mac.cluster.lead import Ranks, WiredSet
+from worker_mac.cluster.wire import Channel
+
+
+class QueueLink:
+    """One place of a ring of queues. Arrays cross as numpy, bit for bit."""
+
+    def __init__(self, before: queue.Queue, after: queue.Queue) -> None:
+        self._before, self._after = before, after
+        self.bytes_sent = 0
+
+    def send(self, x: mx.array) -> None:
+        self._after.put(np.array(x.view(mx.uint8)))
+        self._after.put((x.shape, x.dtype))
+        self.bytes_sent += x.nbytes
+
+    def abort(self) -> None:
+        self._after.put(None)
+
+    def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        found = self._before.get(timeout=30)
+        if found is None:
+            raise GpuInterruptedError("the one before was interrupted")
+        said = self._before.get(timeout=30)
+        if said != (shape, dtype):
+            raise LinkMismatchError(f"{said} is not {(shape, dtype)}")
+        return mx.array(found).view(dtype).reshape(shape)
+
+
+@contextmanager
+def wired_set(config: Mapping[str, object], state: WeightState | None, spans: list[range], **options: object) -> Iterator[WiredSet]:
+    """A set that holds the weights of `state`, or zeros."""
+    from stoa.weights.layout import layout_of
+
+    lost: list[StoaError] = []
+    queues = [queue.Queue() for _ in spans]
+    threads, channels = [], []
+    for rank in range(1, len(spans)):
+        here, there = socket.socketpair()
+        channels.append(Channel(here, f"Mac {rank}"))
+        follower = Follower(Channel(there, "the first Mac"), QueueLink(queues[rank - 1], queues[rank]))
+        threads.append(threading.Thread(target=follower.run, daemon=True))
+        threads[-1].start()
+    ranks = Ranks(channels, lost.append)
+    layout = state.layout if state is not None else layout_of(config, "float32")
+    try:
+        wired = WiredSet(ranks, QueueLink(queues[-1], queues[0]), config, layout, spans, **options)
+        if state is not None:
+            fill(wired, state)
+        yield wired
+    finally:
+        ranks.close()
+        for thread in threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in threads)
+
+
+def fill(wired: WiredSet, state: WeightState) -> None:
+    """Put weights in, array by array, as an anchor is read."""
+    digests = {}
+    for spec in state.layout.arrays:
+        data = memoryview(np.ascontiguousarray(state.arrays[spec.name]).reshape(-1).view(np.uint8)).cast("B")
+        at = 0
+
+        def read(buffer: memoryview, data: memoryview = data) -> int:
+            nonlocal at
+            count = min(len(buffer), len(data) - at)
+            buffer[:count] = data[at : at + count]
+            at += count
+            return count
+
+        digests[spec.name] = wired.weights.state.fill(spec.name, read, spec.name)
+    wired.weights.state.accept(digests, state.state_id(), "the test's weights")

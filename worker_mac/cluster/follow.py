@@ -1,0 +1,157 @@
+"""What every Mac of a wired set but the first does: it holds its layers, does as it is told, and answers.
+
+It knows no bucket, no Temporal and no environment, and keeps nothing on disk. It ends when the first Mac says so or is
+gone. All but digests is done in the order of the orders, on the one thread that touches MLX.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from stoa.contracts.errors import FormatError, StoaError, WrongStateError
+from stoa.weights.layout import Layout, RawType, layout_of
+from worker_mac.cluster.orders import drawn_answer, fault_answer, read_change, read_sampling, read_step
+from worker_mac.cluster.parts import PartState, PartWeights
+from worker_mac.cluster.split import arrays_of
+from worker_mac.cluster.stage import Neighbours, StageModel, step_stage
+from worker_mac.cluster.wire import Channel, Message
+from worker_mac.decoder import Decoder
+from worker_mac.memory import CACHE_BYTES
+from worker_mac.model_config import read_model_config
+
+_log = structlog.get_logger(__name__)
+Numbers = Mapping[str, NDArray[np.generic]]
+
+
+class Follower:
+    """One Mac's layers, under orders."""
+
+    def __init__(self, channel: Channel, link: Neighbours) -> None:
+        self._channel, self._link = channel, link
+        self._weights: PartWeights | None = None
+        self._model: StageModel | None = None
+        self._decoder: Decoder | None = None
+        self._revision = 0
+        """Writes to the weights so far: a plan is for weights of one revision."""
+        self._digests = ThreadPoolExecutor(1, thread_name_prefix="digests")
+
+    def run(self) -> None:
+        """Do as told until told to end. Raises RankLostError if the first Mac is gone, and what makes this one useless."""
+        mx.set_cache_limit(CACHE_BYTES)
+        while True:
+            order = self._channel.receive()
+            if order.op == "bye":
+                self._digests.shutdown()
+                return
+            if order.op == "beat":
+                continue
+            number = order.number("id")
+            try:
+                if order.op == "digests":
+                    self._digests.submit(self._tell_digests, number, order.texts("names"))
+                    continue
+                fields, arrays = self._do(order)
+            except StoaError as error:
+                _log.warning("order_failed", op=order.op, reason=error.message)
+                self._channel.send(fault_answer(error, number))
+                continue
+            self._channel.send(Message("done", {"id": number, **fields}, arrays))
+
+    def _do(self, order: Message) -> tuple[dict[str, object], Numbers]:
+        match order.op:
+            case "layers":
+                return self._take_layers(order), {}
+            case "put":
+                self._write().put(order.text("name"), order.number("at"), order.arrays["data"].tobytes())
+            case "apply":
+                self._write().apply(read_change(order))
+            case "pool":
+                self._decoder = None
+                mx.clear_cache()
+                self._decoder = Decoder(self._ready(), order.number("num_pages"), order.number("num_slots"))
+                return {"num_bytes": self._decoder.num_cache_bytes}, {}
+            case "reset":
+                self._pool().reset()
+            case "drop":
+                self._decoder = None
+                mx.clear_cache()
+            case "step" | "logits":
+                return {}, self._step(order)
+            case "peak":
+                return {"peak_bytes": mx.get_peak_memory(), "weights_bytes": self._held().num_bytes}, {}
+            case _:
+                raise FormatError(f"an order {order.op!r} that is not known here")
+        return {}, {}
+
+    def _take_layers(self, order: Message) -> dict[str, object]:
+        model_config = order.fields["model_config"]
+        if not isinstance(model_config, dict):
+            raise FormatError("an order without a model's config")
+        layout = layout_of(model_config, _raw_type(order.text("raw_dtype")))  # pyright: ignore[reportUnknownArgumentType]
+        if layout.layout_id != order.text("layout_id"):
+            raise FormatError(
+                "this program makes another layout of the model's config",
+            )
+        config = read_model_config(model_config)  # pyright: ignore[reportUnknownArgumentType]
+        layers = range(order.number("first"), order.number("stop"))
+        weights = PartWeights(arrays_of(layout, layers, config.num_layers), lambda views: _state(layout, views))
+        self._weights, self._decoder = weights, None
+        self._model = StageModel(config, weights.arrays, layers, self._link, without_kernels=order.texts("plain_ops"))
+        _log.info("layers_taken", first=layers.start, stop=layers.stop, bytes=weights.num_bytes)
+        return {"num_bytes": weights.num_bytes, "ops": self._model.ops}
+
+    def _write(self) -> PartState:
+        held = self._held()
+        held.settle()
+        self._revision += 1
+        return held.part
+
+    def _step(self, order: Message) -> Numbers:
+        work, uniform = read_step(order)
+        if order.number("revision") != self._revision:
+            raise WrongStateError(
+                f"weights here are of revision {self._revision}, the plan is for {order.number('revision')}",
+                hint="an update is missing on one Mac: the weights are rebuilt",
+            )
+        decoder, model = self._pool(), self._ready()
+        if order.op == "logits" and model.is_last:
+            return {"logits": decoder.logits(work)}
+        decoder.record_routing, decoder.sampling = bool(order.fields.get("record_routing")), read_sampling(order)
+        return drawn_answer(step_stage(decoder, work, uniform, is_last=model.is_last))
+
+    def _tell_digests(self, number: int, names: tuple[str, ...]) -> None:
+        try:
+            self._channel.send(Message("done", {"id": number, "digests": self._held().part.digests_of(names)}))
+        except KeyError as error:
+            self._channel.send(fault_answer(FormatError(f"no array {error} here"), number))
+        except StoaError as error:
+            _log.warning("digests_not_told", reason=error.message)
+
+    def _held(self) -> PartWeights:
+        if self._weights is None:
+            raise FormatError("an order about weights before any layers")
+        return self._weights
+
+    def _ready(self) -> StageModel:
+        if self._model is None:
+            raise FormatError("an order to compute before any layers")
+        return self._model
+
+    def _pool(self) -> Decoder:
+        if self._decoder is None:
+            raise FormatError("an order to compute before any pages")
+        return self._decoder
+
+
+def _state(layout: Layout, views: Numbers) -> PartState:
+    return PartState(layout, views)
+
+
+def _raw_type(name: str) -> RawType:
+    if name == "float32" or name == "bfloat16":
+        return name
+    raise FormatError(f"an order for raw tensors of type {name!r}")

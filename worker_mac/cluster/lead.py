@@ -1,0 +1,256 @@
+"""What the first Mac of a wired set does with the others: gives them layers, hands weights on, has steps computed by all.
+
+To the engine the set is one decoder on one set of weights. A fault of the link, or a Mac that is gone, ends the whole:
+`on_lost` is called, and everything that waits is told.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Final
+
+import mlx.core as mx
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from stoa.contracts.errors import FormatError, GpuInterruptedError, RankLostError, StoaError, WiredError, WrongStateError
+from stoa.weights.layout import Layout
+from stoa.weights.pulse import Change
+from worker_mac.cluster.orders import change_arrays, drawn_answer, read_drawn, read_fault, sampling_fields, step_order
+from worker_mac.cluster.parts import PartWeights, SpreadState
+from worker_mac.cluster.split import arrays_of, tensors_of
+from worker_mac.cluster.stage import Neighbours, StageModel, step_stage
+from worker_mac.cluster.wire import Channel, Message
+from worker_mac.decoder import Decoder, Drawn
+from worker_mac.model_config import read_model_config
+from worker_mac.plan import Work
+from worker_mac.sampler import NEUTRAL, Sampling
+
+_log = structlog.get_logger(__name__)
+ORDER_SECONDS: Final = 120.0
+"""Longest wait for one order that is not a step."""
+STEP_SECONDS: Final = 120.0
+_HARMLESS: Final = (FormatError, WrongStateError, GpuInterruptedError)
+"""Faults after which the set goes on as it is."""
+
+
+class Ranks:
+    """The other Macs, by rank from 1 on. Implements `parts.Elsewhere`."""
+
+    def __init__(self, channels: Sequence[Channel], on_lost: Callable[[StoaError], None]) -> None:
+        self._channels, self._on_lost = list(channels), on_lost
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[int, Future[Message]]] = {}
+        self._lock = threading.Lock()
+        self._fault: StoaError | None = None
+        self._closing = False
+        self.revision = [0] * (len(self._channels) + 1)
+        """Writes to each Mac's weights so far."""
+        for rank, channel in enumerate(self._channels, 1):
+            channel.start_beating()
+            threading.Thread(target=self._read, args=(rank, channel), name=f"mac-{rank}", daemon=True).start()
+
+    @property
+    def size(self) -> int:
+        """Macs of the set, this one included."""
+        return len(self._channels) + 1
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of orders, to all."""
+        return sum(channel.bytes_sent for channel in self._channels)
+
+    def ask(self, rank: int, order: Message) -> "Future[Message]":
+        """Give an order; its answer, or its fault, is to come."""
+        future: Future[Message] = Future()
+        number = next(self._numbers)
+        with self._lock:
+            if self._fault is not None:
+                raise self._fault
+            self._waiting[number] = rank, future
+        try:
+            self._channels[rank - 1].send(Message(order.op, {**order.fields, "id": number}, order.arrays))
+        except RankLostError as error:
+            self.lose(error)
+            raise
+        return future
+
+    def all(self, order: Message) -> list[Message]:
+        """Give every other Mac one order, and wait for all answers."""
+        return [answer.result(ORDER_SECONDS) for answer in [self.ask(rank, order) for rank in range(1, self.size)]]
+
+    def put(self, rank: int, name: str, at: int, data: memoryview) -> None:
+        """See `parts.Elsewhere`."""
+        with self._lock:
+            self.revision[rank] += 1
+        order = Message("put", {"name": name, "at": at}, {"data": np.frombuffer(data, np.uint8)})
+        self.ask(rank, order).result(ORDER_SECONDS)
+
+    def apply(self, rank: int, change: Change) -> None:
+        """See `parts.Elsewhere`."""
+        with self._lock:
+            self.revision[rank] += 1
+        self.ask(rank, Message("apply", {}, change_arrays(change))).result(ORDER_SECONDS)
+
+    def digests(self, rank: int, names: Sequence[str]) -> dict[str, str]:
+        """See `parts.Elsewhere`."""
+        found = self.ask(rank, Message("digests", {"names": list(names)})).result(ORDER_SECONDS).fields["digests"]
+        return {str(name): str(digest) for name, digest in found.items()} if isinstance(found, dict) else {}
+
+    def close(self) -> None:
+        """Tell all to end."""
+        self._closing = True
+        for channel in self._channels:
+            try:
+                channel.send(Message("bye"))
+            except RankLostError:
+                continue
+
+    def lose(self, error: StoaError) -> None:
+        """A Mac is of no use any more: everything that waits is told, once."""
+        with self._lock:
+            if self._fault is not None or self._closing:
+                return
+            self._fault = error
+            waiting, self._waiting = list(self._waiting.values()), {}
+        _log.error("wired_set_lost", kind=type(error).__name__, reason=error.message)
+        for _, future in waiting:
+            future.set_exception(error)
+        self._on_lost(error)
+
+    def _read(self, rank: int, channel: Channel) -> None:
+        try:
+            while True:
+                answer = channel.receive()
+                if answer.op == "beat":
+                    continue
+                number = answer.number("id")
+                with self._lock:
+                    found = self._waiting.pop(number, None)
+                if found is None:
+                    continue
+                if answer.op == "done":
+                    found[1].set_result(answer)
+                    continue
+                fault = read_fault(answer, f"Mac {rank}")
+                found[1].set_exception(fault)
+                if not isinstance(fault, _HARMLESS):
+                    self.lose(fault)
+        except StoaError as error:
+            self.lose(error)
+
+
+@dataclass(slots=True)
+class Stepping:
+    """A step that other Macs still compute."""
+
+    own: Drawn
+    answers: "list[Future[Message]]"
+
+    def result(self) -> Drawn:
+        """Wait for it. Raises what happened on any of the Macs."""
+        found = [answer.result(STEP_SECONDS) for answer in self.answers]
+        return read_drawn([Message("done", {}, drawn_answer(self.own)), *found])
+
+
+class SetDecoder:
+    """As `decoder.Decoder`, computed by all Macs of the set. `submit` and `result` let several steps be in flight."""
+
+    def __init__(self, ranks: Ranks, model: StageModel, num_pages: int, num_slots: int) -> None:
+        self._ranks = ranks
+        self.record_routing, self.sampling = False, NEUTRAL
+        self.num_pages, self.num_slots = num_pages, num_slots
+        told = ranks.all(Message("pool", {"num_pages": num_pages, "num_slots": num_slots}))
+        self._decoder = Decoder(model, num_pages, num_slots)
+        self.cache_bytes = (self._decoder.num_cache_bytes, *(one.number("num_bytes") for one in told))
+        """Of pages and slots, by rank."""
+
+    def submit(self, work: Work, uniform: NDArray[np.float32]) -> Stepping:
+        """Tell all Macs the plan, compute this one's layers and hand them on. Raises GpuInterruptedError, RankLostError."""
+        answers = self._tell("step", work, uniform)
+        self._decoder.record_routing = self.record_routing
+        return Stepping(self._own(work, uniform), answers)
+
+    def step(self, work: Work, uniform: NDArray[np.float32]) -> Drawn:
+        """One step, to its end."""
+        return self.submit(work, uniform).result()
+
+    def logits(self, work: Work) -> NDArray[np.float32]:
+        """As `Decoder.logits`."""
+        uniform = np.zeros(len(work.sequences), np.float32)
+        answers = self._tell("logits", work, uniform)
+        self._own(work, uniform)
+        return answers[-1].result(STEP_SECONDS).arrays["logits"].astype(np.float32)
+
+    def reset(self) -> None:
+        """New caches on all Macs."""
+        self._ranks.all(Message("reset"))
+        self._decoder.reset()
+
+    def close(self) -> None:
+        """Give the memory of pages and slots back on the other Macs."""
+        self._ranks.all(Message("drop"))
+
+    def _own(self, work: Work, uniform: NDArray[np.float32]) -> Drawn:
+        try:
+            return step_stage(self._decoder, work, uniform, is_last=False)
+        except RankLostError as error:
+            self._ranks.lose(error)
+            raise
+
+    def _tell(self, op: str, work: Work, uniform: NDArray[np.float32]) -> "list[Future[Message]]":
+        settings = {"record_routing": self.record_routing, "sampling": sampling_fields(self.sampling)}
+        order = step_order(op, work, uniform, settings)
+        return [
+            self._ranks.ask(rank, replace(order, fields={**settings, "revision": self._ranks.revision[rank]}))
+            for rank in range(1, self._ranks.size)
+        ]
+
+
+class WiredSet:
+    """The weights of one run on all Macs, and the decoder over them."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        link: Neighbours,
+        model_config: Mapping[str, object],
+        layout: Layout,
+        spans: Sequence[range],
+        *,
+        plain_ops: Sequence[str] = (),
+    ) -> None:
+        """spans: the layers of each Mac, this one's first. Raises WiredError if a Mac would compute with other ops."""
+        self.ranks, self.spans = ranks, tuple(spans)
+        self.layout, self.config = layout, read_model_config(model_config)
+        num_layers = self.config.num_layers
+        told = {"model_config": dict(model_config), "raw_dtype": layout.raw_dtype, "layout_id": layout.layout_id}
+        waiting = [
+            ranks.ask(rank, Message("layers", {**told, "first": span.start, "stop": span.stop, "plain_ops": list(plain_ops)}))
+            for rank, span in enumerate(spans)
+            if rank
+        ]
+        holders = [frozenset(spec.name for spec in tensors_of(layout, span, num_layers)) for span in spans]
+        self.weights = PartWeights(arrays_of(layout, spans[0], num_layers), lambda views: SpreadState(layout, views, holders, ranks))
+        self.model = StageModel(self.config, self.weights.arrays, spans[0], link, without_kernels=plain_ops)
+        answers = [one.result(ORDER_SECONDS) for one in waiting]
+        self.weights_bytes = (self.weights.num_bytes, *(answer.number("num_bytes") for answer in answers))
+        """By rank."""
+        ops = {self.model.ops, *(answer.text("ops") for answer in answers)}
+        if len(ops) > 1:
+            raise WiredError(
+                f"the Macs compute with different ops: {', '.join(sorted(ops))}", hint="install the same program on all of them"
+            )
+
+    def decoder(self, num_pages: int, num_slots: int, *, record_routing: bool = False, sampling: Sampling = NEUTRAL) -> SetDecoder:
+        """A decoder over new pages; the one before is of no use any more."""
+        made = SetDecoder(self.ranks, self.model, num_pages, num_slots)
+        made.record_routing, made.sampling = record_routing, sampling
+        return made
+
+    def peaks(self) -> tuple[int, ...]:
+        """The most bytes MLX has had on each Mac."""
+        return (mx.get_peak_memory(), *(one.number("peak_bytes") for one in self.ranks.all(Message("peak"))))
