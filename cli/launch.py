@@ -27,8 +27,8 @@ from stoa.weights.layout import Layout, layout_of
 
 _PATIENCE_SECONDS: Final = 5.0
 """A server that a person started in another window a moment ago may not answer yet."""
-_FREE_TO_CHANGE: Final = ("stop.", "temporal.", "bucket.endpoint", "macs.")
-"""Settings that may differ when a run goes on: when it ends, and where its servers are."""
+_FREE_TO_CHANGE: Final = ("stop.", "prices.", "temporal.", "bucket.endpoint", "macs.")
+"""Settings that may differ when a run goes on: when it ends, what it costs, and where its servers are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import structlog
+
+from cli.report.look import look_at
 from cli.report.record import HostShare, RunFacts, RunRecord, StepRow, VersionRow
 from cli.report.summary import STEADY_FROM_VERSION
 from cli.temporal import Control
@@ -19,10 +22,12 @@ from stoa.bucket.manifest import Manifest, read_manifest
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.steps import StepManifest, lineage
 from stoa.bucket.store import Store
-from stoa.contracts.errors import ObjectMissingError, RunMissingError, ServiceError
+from stoa.contracts.errors import FormatError, ObjectMissingError, RunMissingError, ServiceError
 from stoa.contracts.evaluation_messages import EvaluationResult
 from stoa.contracts.fleet_messages import SessionStatus
 from stoa.contracts.messages import RunStatus
+
+log = structlog.get_logger()
 
 _ENDED: Final = ("stopped", "failed")
 _NOT_YET: Final = "waiting for the trainer's control process to start"
@@ -57,17 +62,22 @@ class Collector:
         self._ended_at = 0.0
         self._was_running = False
         self._waits: Counter[str] = Counter()
+        self._garbled: set[str] = set()
 
     @property
     def head_stopped(self) -> bool:
         """True if the HEAD that was read last tells the workers that the run is over."""
         return self._head is not None and self._head.state == "stopped"
 
-    def collect(self, *, everything: bool = False) -> RunRecord:
-        """The run up to now; `everything` also counts the objects of the bucket, which lists all of them."""
+    def collect(self, *, everything: bool = False, interval: int = -1) -> RunRecord:
+        """The run up to now; `everything` also counts all objects of the bucket and reads some groups.
+
+        interval: the version whose time as the newest is then looked at; -1 takes one from the middle of the run.
+        """
         self._read_bucket(everything)
         self._ask_temporal()
-        return self._record(self._count_objects() if everything else ({}, {}))
+        record = self._record(self._count_objects() if everything else ({}, {}))
+        return look_at(self._store, self._document, record, interval) if everything else record
 
     def _read_bucket(self, everything: bool) -> None:
         run = self._document.run
@@ -118,8 +128,13 @@ class Collector:
 
     def _read_evaluations(self) -> None:
         for listed in self._store.list(evals_prefix(self._document.run)):
-            if listed.key.endswith("/summary.json") and listed.key not in self._evaluations:
-                self._evaluations[listed.key] = read_summary(self._store, listed.key).result
+            if listed.key.endswith("/summary.json") and listed.key not in self._evaluations and listed.key not in self._garbled:
+                try:
+                    self._evaluations[listed.key] = read_summary(self._store, listed.key).result
+                except FormatError as problem:
+                    # A stranger's bytes under a key that anybody may guess must not cost the report.
+                    self._garbled.add(listed.key)
+                    log.warning("summary_garbled", key=listed.key, reason=problem.message)
 
     def _ask_temporal(self) -> None:
         if self._control is None:
@@ -186,6 +201,7 @@ class Collector:
             bucket_objects=objects[1],
             waits=dict(self._waits),
             heads_seen=tuple(self._heads),
+            gpu_hours=status.gpu_hours if status is not None else 0.0,
         )
 
 
@@ -200,6 +216,9 @@ def facts_of(document: RunDocument) -> RunFacts:
         created_at=document.created_at,
         settings=config.model_dump_json(indent=2),
         groups_per_version=config.groups_per_version,
+        head_poll_seconds=config.timeouts.head_poll_seconds,
+        prices=config.prices,
+        gpu_usd_an_hour=config.stop.dollars_per_gpu_hour,
     )
 
 
@@ -235,6 +254,7 @@ def _step_row(key: str, manifest: StepManifest) -> StepRow:
         },
         metrics=manifest.metrics,
         facts=manifest.facts,
+        gated=tuple(manifest.gated),
     )
 
 

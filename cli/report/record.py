@@ -6,6 +6,8 @@ Only shapes: `collect.py` fills them from the bucket and the sessions, `summary.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cli.transcript import EpisodeView
+from stoa.config.run import Prices
 from stoa.contracts.evaluation_messages import EvaluationResult
 from stoa.contracts.fleet_messages import SessionStatus
 
@@ -47,6 +49,8 @@ class StepRow:
     metrics: Mapping[str, float]
     facts: Mapping[str, str] = field(default_factory=dict)
     """What the numbers mean, such as the gate's mode; alarms stand here too."""
+    gated: tuple[str, ...] = ()
+    """Groups of which it is kept what the gate dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,44 @@ class RunFacts:
     settings: str
     """The resolved configuration, as indented JSON."""
     groups_per_version: int
+    head_poll_seconds: float = 10.0
+    prices: Prices = field(default_factory=Prices)
+    gpu_usd_an_hour: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """One group of a sweep: finished by the Mac's clock, there by the bucket's, which tells whole seconds. Unix seconds."""
+
+    finished_at: float
+    landed_at: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SweepBar:
+    """One sweep that brought groups in the publish interval that is looked at. Unix seconds, by the Mac's clock."""
+
+    host: str
+    sweep: int
+    version: int
+    started_at: float
+    """0 if nobody read a group of it."""
+    pull_latency_seconds: float
+    landings: tuple[Landing, ...]
+
+    @property
+    def ended_at(self) -> float:
+        """When its last group was finished."""
+        return max((landing.finished_at for landing in self.landings), default=self.started_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An episode worth reading, and why."""
+
+    title: str
+    episode: EpisodeView
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +163,15 @@ class RunRecord:
     """Version and manifest sha256 of every HEAD that was read while the run went on."""
     restarts: Mapping[str, int] = field(default_factory=dict)
     """Worker -> times it was started again."""
+    gpu_hours: float = 0.0
+    interval: int = -1
+    """Version whose time as the newest `sweeps` are of; -1: none was looked at."""
+    sweeps: tuple[SweepBar, ...] = ()
+    transcripts: tuple[Told, ...] = ()
+    engines: Mapping[str, str] = field(default_factory=dict)
+    """Host -> engine and build that sampled the groups that were looked at."""
+    software: Mapping[str, str] = field(default_factory=dict)
+    """Package -> version, of the machine that wrote the report."""
 
     @property
     def seconds(self) -> float:

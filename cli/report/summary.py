@@ -11,6 +11,7 @@ from statistics import median
 from typing import Final
 
 from cli.audit import Audit, audit
+from cli.report.cost import Cost, cost_of
 from cli.report.record import RunRecord, StepRow
 from stoa.contracts.evaluation_messages import EvaluationResult
 from stoa.contracts.fleet_messages import SessionStatus
@@ -18,10 +19,6 @@ from stoa.contracts.fleet_messages import SessionStatus
 STEADY_FROM_VERSION: Final = 2
 """Idle shares are measured from the steps on this version on: before it processes start and the first groups arrive."""
 _EQUAL_REWARDS: Final = ("all_zero", "all_one", "all_equal")
-CLASS_A_USD_A_MILLION: Final = 4.50
-"""Price of writes on Cloudflare R2, which charges nothing for traffic."""
-EGRESS_USD_A_GIGABYTE: Final = 0.09
-"""What other buckets charge for bytes pulled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +41,6 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """What the bytes cost: writes at R2's price, and pulled bytes where a bucket charges for egress."""
-
-    writes: int
-    writes_usd_r2: float
-    egress_usd_r2: float
-    egress_usd_elsewhere: float
-
-
-@dataclass(frozen=True, slots=True)
 class MacRow:
     """One Mac over the run."""
 
@@ -71,6 +58,10 @@ class MacRow:
     bytes_up: int
     bytes_down: int
     waited_for: str
+    groups_accepted: int
+    groups_refused: dict[str, int]
+    """Reason -> groups."""
+    heat: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +70,27 @@ class Alarmed:
 
     step: int
     alarm: str
+
+
+@dataclass(frozen=True, slots=True)
+class Survived:
+    """Faults that the run went on from."""
+
+    trainers_replaced: int
+    workers_restarted: int
+    sweeps_redone: int
+    sweeps_unasked: int
+    """Played from grants held ahead while the control plane was silent."""
+    groups_refused: int
+    groups_stale: int
+    macs_quarantined: tuple[str, ...]
+    macs_lost: tuple[str, ...]
+    """Macs that are away now."""
+
+    @property
+    def nothing(self) -> bool:
+        """True if there was no fault that anybody told of."""
+        return not any(asdict(self).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +135,7 @@ class Summary:
     alarms: tuple[Alarmed, ...]
     restarts: dict[str, int]
     audit: Audit
+    survived: Survived
     bucket_bytes: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, object]:
@@ -135,9 +148,10 @@ def summarise(record: RunRecord) -> Summary:
     steps, versions = record.steps, record.versions
     deltas = [row.delta_bytes for row in versions if row.delta_bytes]
     anchors = [row.anchor_bytes for row in versions if row.anchor_bytes]
-    macs = tuple(_mac(session) for session in sorted(record.sessions, key=lambda s: s.host))
+    macs = tuple(_mac(session, steps) for session in sorted(record.sessions, key=lambda s: s.host))
     pulled = sum(mac.bytes_down for mac in macs)
     pushed = sum(mac.bytes_up for mac in macs) + sum(deltas) + sum({r.anchor_version: r.anchor_bytes for r in versions}.values())
+    gained = change(record.evaluations, lambda e: e.pass_at_1)
     trainer_idle, mac_idle = trainer_idle_fraction(steps), mac_idle_fraction(record.sessions, record.sessions_early)
     return Summary(
         run=record.facts.run,
@@ -150,7 +164,7 @@ def summarise(record: RunRecord) -> Summary:
         workers=len(macs),
         versions=max(0, record.version),
         steps=len(steps),
-        pass_at_1=change(record.evaluations, lambda e: e.pass_at_1),
+        pass_at_1=gained,
         cover=change(record.evaluations, lambda e: e.cover),
         exact_match=change(record.evaluations, lambda e: e.exact_match),
         search_rate=change(record.evaluations, lambda e: e.search_rate),
@@ -169,7 +183,7 @@ def summarise(record: RunRecord) -> Summary:
         join_seconds=spread(mac.join_seconds for mac in macs if mac.join_seconds > 0),
         bytes_pulled=pulled,
         bytes_pushed=pushed,
-        cost=_cost(record, pulled),
+        cost=cost_of(record, pulled, max(0.0, gained.end - gained.start)),
         trainer_idle_fraction=trainer_idle,
         mac_idle_fraction=mac_idle,
         idle_reason=idle_reason(record, trainer_idle, mac_idle),
@@ -178,6 +192,7 @@ def summarise(record: RunRecord) -> Summary:
         alarms=alarms(steps),
         restarts=dict(record.restarts),
         audit=audit(record),
+        survived=survived(record),
         bucket_bytes=dict(record.bucket_bytes),
     )
 
@@ -272,6 +287,22 @@ def alarms(steps: Sequence[StepRow]) -> tuple[Alarmed, ...]:
     )
 
 
+def survived(record: RunRecord) -> Survived:
+    """What went wrong and did not end the run, by what steps, sessions and whoever started the workers tell."""
+    drops = Counter(reason for row in record.steps for reason in row.dropped.values())
+    bad = {host for row in record.steps for host, share in row.hosts.items() if share.quarantined}
+    return Survived(
+        trainers_replaced=max(0, len({row.epoch for row in record.steps}) - 1),
+        workers_restarted=sum(record.restarts.values()),
+        sweeps_redone=sum(session.num_redone for session in record.sessions),
+        sweeps_unasked=sum(session.num_unasked for session in record.sessions),
+        groups_refused=sum(len(row.refused) for row in record.steps),
+        groups_stale=sum(count for reason, count in drops.items() if "stale" in reason),
+        macs_quarantined=tuple(sorted(bad | {session.host for session in record.sessions if session.state == "quarantined"})),
+        macs_lost=tuple(sorted(session.host for session in record.sessions if session.state == "away")),
+    )
+
+
 def spread(values: Iterable[float]) -> Spread:
     """Median, largest and count."""
     kept = list(values)
@@ -286,8 +317,12 @@ def _busy(session: SessionStatus) -> float:
     return session.decode_seconds + session.pull_seconds + session.apply_seconds
 
 
-def _mac(session: SessionStatus) -> MacRow:
+def _mac(session: SessionStatus, steps: Sequence[StepRow]) -> MacRow:
     total = _busy(session) + session.idle_seconds
+    shares = [row.hosts[session.host] for row in steps if session.host in row.hosts]
+    refused: Counter[str] = Counter()
+    for share in shares:
+        refused.update(share.refused)
     return MacRow(
         host=session.host,
         place=session.place,
@@ -303,9 +338,7 @@ def _mac(session: SessionStatus) -> MacRow:
         bytes_up=session.bytes_up,
         bytes_down=session.bytes_down,
         waited_for=session.reason,
+        groups_accepted=sum(share.accepted for share in shares),
+        groups_refused=dict(refused),
+        heat=session.heat,
     )
-
-
-def _cost(record: RunRecord, pulled: int) -> Cost:
-    writes = sum(record.bucket_objects.values())
-    return Cost(writes, writes * CLASS_A_USD_A_MILLION / 1e6, 0.0, pulled / 1e9 * EGRESS_USD_A_GIGABYTE)

@@ -13,8 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cli.report.plots import Plot, draw_all
 from cli.report.record import RunRecord
-from cli.report.summary import Summary, summarise
-from cli.say import bytes_text, time_text
+from cli.report.summary import Summary, Survived, summarise
+from cli.say import bytes_text, counted, time_text
 
 TEMPLATE: Final = "report.html.jinja"
 
@@ -72,7 +72,34 @@ def page(record: RunRecord, summary: Summary, plots: tuple[Plot, ...]) -> str:
         dollars=_dollars,
     )
     template = engine.get_template(TEMPLATE)
-    return template.render(s=summary, plots=plots, evaluations=record.evaluations, settings=record.facts.settings)
+    return template.render(
+        s=summary,
+        plots=plots,
+        evaluations=record.evaluations,
+        settings=record.facts.settings,
+        transcripts=record.transcripts,
+        software=record.software,
+        engines=record.engines,
+        said_of=said_of,
+    )
+
+
+def said_of(survived: Survived) -> list[str]:
+    """What went wrong, each in a few words."""
+    counts = (
+        (survived.trainers_replaced, "trainer", "took over from one before it"),
+        (survived.workers_restarted, "worker", "started again"),
+        (survived.sweeps_redone, "sweep", "redone"),
+        (survived.sweeps_unasked, "sweep", "played while the control plane was silent"),
+        (survived.groups_stale, "group", "too old when its turn came"),
+        (survived.groups_refused, "group", "refused"),
+    )
+    said = [f"{counted(count, noun)} {what}" for count, noun, what in counts if count]
+    if survived.macs_quarantined:
+        said.append(f"quarantined: {', '.join(survived.macs_quarantined)}")
+    if survived.macs_lost:
+        said.append(f"away: {', '.join(survived.macs_lost)}")
+    return said
 
 
 def _dollars(value: float) -> str:

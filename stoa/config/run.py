@@ -316,6 +316,17 @@ class Retention(Section):
     """Versions beyond the staleness window of which settled groups are kept, for people who look."""
 
 
+class Prices(Section):
+    """What the bucket charges; the defaults are Cloudflare R2's. A GPU's price is stop.dollars_per_gpu_hour."""
+
+    writes_usd_a_million: Annotated[float, Field(ge=0.0, le=1e6)] = 4.5
+    """Dollars for a million writes and listings."""
+    reads_usd_a_million: Annotated[float, Field(ge=0.0, le=1e6)] = 0.36
+    """Dollars for a million reads."""
+    egress_usd_a_gb: Annotated[float, Field(ge=0.0, le=1e3)] = 0.0
+    """Dollars for a gigabyte that Macs pull."""
+
+
 class Evaluation(Section):
     """Held-out examination."""
 
@@ -398,6 +409,7 @@ class RunConfig(Section):
     publish: Publish = Field(default_factory=Publish)
     retention: Retention = Field(default_factory=Retention)
     evaluation: Evaluation = Field(default_factory=Evaluation)
+    prices: Prices = Field(default_factory=Prices)
     stop: Stop = Field(default_factory=Stop)
     timeouts: Timeouts = Field(default_factory=Timeouts)
 

@@ -1,6 +1,7 @@
 """Hand-made rows of a run for tests of the audit, the summary and the report."""
 
-from cli.report.record import HostShare, RunFacts, RunRecord, StepRow, VersionRow
+from cli.report.record import HostShare, Landing, RunFacts, RunRecord, StepRow, SweepBar, VersionRow
+from cli.transcript import EpisodeView, Stretch, TurnView
 from stoa.contracts.evaluation_messages import EvaluationResult
 from stoa.contracts.fleet_messages import SessionStatus
 
@@ -75,6 +76,19 @@ def session(host: str, **changes: object) -> SessionStatus:
         "bytes_down": 45_000,
     }
     return SessionStatus(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def sweep(host: str, number: int, of_version: int) -> SweepBar:
+    """Four seconds long, from second 104.7 on, with two groups."""
+    return SweepBar(host, number, of_version, 104.7, 0.3, (Landing(106.0, 106.0, 90), Landing(108.2, 109.0, 80)))
+
+
+def episode() -> EpisodeView:
+    stretches = (Stretch("kept", "search", 2), Stretch("dropped", "<b>x", 1))
+    return EpisodeView(
+        "v1/mac-1/7/0/3", "key", "q1", "who ?", ("me",), "mac-1", 1, 4, "trained on", 1.0, {"cover": 1.0}, "answered", 7, 3, 1,
+        (TurnView("a prompt", stretches, ("search('x')",), ""),), "",
+    )  # fmt: skip
 
 
 FACTS = RunFacts("demo", "environments/search/policy", "search", 0, 99.0, "{}", 4)

@@ -2,15 +2,18 @@
 
 import json
 import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 
+from cli.report.record import HostShare, RunRecord, Told
 from cli.report.summary import summarise
-from cli.report.write import metric_rows, page, write_report
-from tests.unit.cli.records import record, session
+from cli.report.write import metric_rows, page, said_of, write_report
+from tests.unit.cli.records import episode, record, session, step, sweep
 
 VOID = {"meta", "link", "br", "img", "input", "hr", "path", "use", "rect", "circle", "line"}
 
@@ -44,23 +47,45 @@ class Tags(HTMLParser):
                 self.links.append(str(value))
 
 
+def whole() -> RunRecord:
+    """A run with everything a report can draw and tell."""
+    more = {"entropy": 0.5, "staleness_0": 1.0, "staleness_2": 3.0}
+    steps = tuple(
+        replace(one, metrics={**one.metrics, **more}, hosts={"mac-1": HostShare(accepted=2, sampled_tokens=50)})
+        for one in (step(n, version=(n - 1) // 2) for n in (1, 2, 3, 4))
+    )
+    return record(
+        steps=steps,
+        interval=1,
+        sweeps=(sweep("mac-1", 7, 1), sweep("mac-2", 8, 0)),
+        transcripts=(Told("Best of the last steps", episode()),),
+        bucket_bytes={"groups": 900, "deltas": 3000},
+        gpu_hours=0.5,
+        software={"stoa": "0.1.0"},
+        engines={"mac-1": "mlx"},
+    )
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("report")
-    write_report(record(), out)
+    write_report(whole(), out)
     return out
 
 
 def test_all_files_are_written(folder: Path) -> None:
     assert {p.name for p in folder.iterdir()} == {"report.json", "metrics.jsonl", "report.html", "plots"}
-    pictures = {p.name for p in (folder / "plots").iterdir()}
-    assert pictures == {f"{n}.png" for n in ("learning", "reward", "distance", "staleness", "bytes", "trainer_time")}
-    assert all(p.read_bytes().startswith(b"\x89PNG") for p in (folder / "plots").iterdir())
+    names = {"learning", "reward", "distance", "entropy", "staleness", "staleness_histogram", "fleet_speed", "trainer_time"}
+    names |= {"bytes", "changed", "bytes_by_kind", "cost", "timeline", "star"}
+    assert {p.name for p in (folder / "plots").iterdir()} == {f"{n}.{kind}" for n in names for kind in ("png", "svg")}
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in (folder / "plots").glob("*.png"))
+    for picture in (folder / "plots").glob("*.svg"):
+        assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
 
 
 def test_no_picture_is_cut_at_its_edge(folder: Path) -> None:
     """A legend wider than its figure runs over the edge, and squeezes the axes."""
-    for path in (folder / "plots").iterdir():
+    for path in (folder / "plots").glob("*.png"):
         pixels = imread(path)
         assert pixels[:, -3:, :3].min() == 1.0, path.name
 
@@ -117,3 +142,26 @@ def test_report_is_written_over_itself(tmp_path: Path) -> None:
     before = (tmp_path / "report.html").read_text()
     write_report(record(), tmp_path)
     assert (tmp_path / "report.html").read_text() == before
+
+
+def test_transcripts_mark_each_token_by_what_became_of_it(folder: Path) -> None:
+    text = (folder / "report.html").read_text()
+    assert '<span class="given">a prompt </span>' in text
+    assert '<span class="kept">search</span>' in text and '<span class="dropped">&lt;b&gt;x</span>' in text
+    assert "3 tokens sampled, 4 masked, 1 dropped" in text
+    for said in ("No fault was told of", "stoa 0.1.0", "mac-1: mlx", "0.500 h, no price set"):
+        assert said in text, said
+
+
+def test_faults_are_told_each_in_a_few_words() -> None:
+    """A lease that another followed, a worker started twice, a sweep redone, a stale group and one Mac shut out."""
+    steps = (step(1, dropped={"g": "stale"}), step(2, epoch=2001, hosts={"mac-2": HostShare(quarantined=True)}))
+    faulty = record(steps=steps, restarts={"trainer": 2}, sessions=(session("mac-1", num_redone=1, state="away"),))
+    assert said_of(summarise(faulty).survived) == [
+        "1 trainer took over from one before it",
+        "2 workers started again",
+        "1 sweep redone",
+        "1 group too old when its turn came",
+        "quarantined: mac-2",
+        "away: mac-1",
+    ]

@@ -49,6 +49,13 @@ def test_unknown_key_names_file_line_key_and_nearest(tmp_path: Path) -> None:
     assert error.hint == "did you mean rollout.group_size?"
 
 
+def test_prices_are_the_buckets_own(tmp_path: Path) -> None:
+    path = write(tmp_path, "[prices]\nwrites_usd_a_million = 5.0\nreads_usd_a_million = 0.4\negress_usd_a_gb = 0.09\n")
+    found = load_run(path, environ={}).prices
+    assert (found.writes_usd_a_million, found.reads_usd_a_million, found.egress_usd_a_gb) == (5.0, 0.4, 0.09)
+    assert "prices.egress_usd_a_gb = -1.0" in refused(write(tmp_path, ""), "prices.egress_usd_a_gb=-1.0").message
+
+
 def test_value_out_of_range_names_key_value_and_line(tmp_path: Path) -> None:
     path = write(tmp_path, "rollout.groups = 99\n")
     error = refused(path)
