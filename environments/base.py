@@ -12,7 +12,8 @@ from typing import Literal, Protocol, TypeVar
 from stoa.contracts.errors import ConfigError, StoaError, UnknownNameError
 from stoa.rollouts.records import StopReason
 
-Split = Literal["train", "held_out"]
+Split = Literal["train", "held_out", "transfer"]
+"""What a question is for: training, examination on the same kind of questions, examination on another benchmark's."""
 Setting = str | int | float | bool
 SettingsT = TypeVar("SettingsT")
 

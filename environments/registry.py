@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping
 
 from environments import copy_word
 from environments.base import Environment, Setting, unknown_name
+from environments.papersearchqa import env as papersearchqa
 from environments.search import env as search
 
 _BUILDERS: dict[str, Callable[[Mapping[str, Setting], bytes], Environment]] = {
     search.NAME: search.create,
     copy_word.NAME: copy_word.create,
+    papersearchqa.NAME: papersearchqa.create,
 }
 
 

@@ -12,6 +12,7 @@ is a BadCallError. Nothing is executed and no tool is known here.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import TypeAlias, cast
 Value: TypeAlias = "str | int | float | bool | list[Value] | dict[str, Value] | None"
 
 MAX_DEPTH = 16
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _NUMBER = re.compile(r"-?\d{1,18}(\.\d{1,18})?([eE][+-]?\d{1,3})?(?![A-Za-z0-9_.])")
 _WORDS: Mapping[str, Value] = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
@@ -57,10 +59,12 @@ def parse_calls(text: str) -> tuple[ToolCall, ...]:
 
 def _from_json(text: str) -> tuple[ToolCall, ...]:
     try:
-        document = json.loads(text, parse_constant=_refuse_constant)
+        document = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
         raise BadCallError(f"not JSON: {error}") from error
     entries = cast("list[object]", document if isinstance(document, list) else [document])
+    if not entries:
+        raise BadCallError("expected a call")
     calls: list[ToolCall] = []
     for entry in entries:
         if not isinstance(entry, dict):
@@ -69,12 +73,40 @@ def _from_json(text: str) -> tuple[ToolCall, ...]:
         name, arguments = fields.get("name"), fields.get("arguments", {})
         if not isinstance(name, str) or not isinstance(arguments, dict) or set(fields) - {"name", "arguments"}:
             raise BadCallError("a call needs a name and arguments, and nothing else")
+        _check(arguments, 0)
         calls.append(ToolCall(name, arguments))
     return tuple(calls)
 
 
 def _refuse_constant(name: str) -> Value:
     raise BadCallError(f"{name} is not a value")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise BadCallError(f"{number} is too large")
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Value]]) -> dict[str, Value]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise BadCallError("a name is given twice")
+    return found
+
+
+def _check(value: Value, depth: int) -> None:
+    """Refuse in JSON what the other form cannot say: texts that are not well formed, and values nested too deeply."""
+    if depth > MAX_DEPTH:
+        raise BadCallError("values are nested too deeply")
+    if isinstance(value, str):
+        if _SURROGATE.search(value):
+            raise BadCallError("an escape that is no character")
+    elif isinstance(value, list | dict):
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        for one in inside:
+            _check(one, depth + 1)
 
 
 class _Reader:
@@ -155,7 +187,7 @@ def _value(reader: _Reader, depth: int) -> Value:
         return cast("Value", _pairs(reader, "}", lambda: _string(reader), ":", depth))
     number = reader.match(_NUMBER)
     if number is not None:
-        return int(number) if re.fullmatch(r"-?\d+", number) else float(number)
+        return int(number) if re.fullmatch(r"-?\d+", number) else _finite(number)
     word = reader.match(_NAME)
     if word is None or word not in _WORDS:
         raise BadCallError(f"expected a value at {reader.at}")

@@ -16,8 +16,8 @@ def copy_word(tokenizer_json: bytes) -> Environment:
     return registry.create("copy_word", {"max_turn_tokens": 3}, tokenizer_json)
 
 
-def test_both_environments_are_known_by_name(tokenizer_json: bytes) -> None:
-    assert registry.names() == ["copy_word", "search"]
+def test_environments_are_known_by_name(tokenizer_json: bytes) -> None:
+    assert registry.names() == ["copy_word", "papersearchqa", "search"]
     for name in registry.names():
         environment = registry.create(name, {}, tokenizer_json)
         assert environment.name == name
