@@ -8,7 +8,7 @@ thread, the only one that touches MLX.
 import json
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -104,22 +104,24 @@ class MacEngine:
         fingerprint: str = "",
         tickets: TicketBook | None = None,
         state_folder: Path | None = None,
+        make_versions: Callable[..., Versions] = Versions,
+        make_player: Callable[..., Player] = Player,
     ) -> None:
         """`folder` keeps this run's weights and spool; `model_folder` holds the run's config.json; `guest`: when to play.
 
         fingerprint: numeric one of this machine, which its groups carry. tickets: of an invited Mac, whose key does not
-        write. state_folder: keeps what was measured of this Mac for every run.
+        write. state_folder: keeps what was measured of this Mac for every run. make_*: of a wired set.
         """
         self._store, self._config, self._environment = store, document.config, environment
         self._run, self._host, self._folder, self._waits = document.run, host, folder, waits
         model_config = json.loads((model_folder / "config.json").read_text("utf-8"))
         self._guest = guest or Guest()
         allowed = self._guest.allowed
-        self._versions = Versions(
+        self._versions = make_versions(
             store, document, model_config, folder / "weights", cache_bytes=allowed.cache_bytes, plain_ops=allowed.plain_ops,
             holds_two=lambda: self._player.holds_two,
         )  # fmt: skip
-        self._player = Player(
+        self._player = make_player(
             environment, self._config.rollout, self._versions.layout, read_model_config(model_config), self._guest,
             folder=folder, state_folder=state_folder or folder,
         )  # fmt: skip

@@ -5,8 +5,8 @@ Pages and slots are dealt out once; nothing is parked, shared or scheduled.
 Legend: S sequences, V vocabulary.
 """
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -23,12 +23,26 @@ MAX_GROWTH: Final = 0.05
 """Share of that pool that steps may take beside it."""
 
 
+class LogitRows(Protocol):
+    """Gives the logits after a piece of work; see `Decoder.logits`."""
+
+    def logits(self, work: Work) -> NDArray[np.float32]: ...  # noqa: D102
+
+
+MakeRows = Callable[[int, int], LogitRows]
+"""From numbers of pages and slots."""
+
+
 class Forced:
     """`num_sequences` sequences of at most `max_tokens` tokens each."""
 
-    def __init__(self, model: Model, num_sequences: int, max_tokens: int, *, pad_to: int | None = None) -> None:
+    def __init__(
+        self, model: Model, num_sequences: int, max_tokens: int, *, make: MakeRows | None = None, pad_to: int | None = None
+    ) -> None:
+        """make: what computes over so many pages and slots, in place of a decoder on this machine alone."""
         num_pages = -(-max_tokens // PAGE_TOKENS)
-        self.decoder = Decoder(model, 1 + num_sequences * num_pages, 1 + num_sequences, pad_to=pad_to)
+        size = 1 + num_sequences * num_pages, 1 + num_sequences
+        self.decoder: LogitRows = Decoder(model, *size, pad_to=pad_to) if make is None else make(*size)
         self._tables = 1 + np.arange(num_sequences * num_pages, dtype=np.int32).reshape(num_sequences, num_pages)
         self.lengths = np.zeros(num_sequences, np.int32)
         """Tokens fed so far."""
@@ -51,8 +65,8 @@ class Forced:
         )  # fmt: skip
 
 
-def check_batching(model: Model) -> None:
-    """Raise WeightsError unless rows of unequal length in one batch get the logits each gets alone.
+def check_batching(model: Model, make: MakeRows | None = None) -> None:
+    """Raise WeightsError unless rows of unequal length in one batch get the logits each gets alone. make: see `Forced`.
 
     Faults of offsets and padding in a batch have shipped in public engines; this takes milliseconds at each join.
     """
@@ -60,8 +74,8 @@ def check_batching(model: Model) -> None:
     vocabulary = model.config.vocab_size
     prompts = [numbers.integers(0, vocabulary, size).astype(np.int32) for size in (3, 12, 7)]
     forced = numbers.integers(0, vocabulary, (len(prompts), 4)).astype(np.int32)
-    together = _forced_logits(model, prompts, forced)
-    alone = [_forced_logits(model, [prompt], forced[row : row + 1]) for row, prompt in enumerate(prompts)]
+    together = _forced_logits(model, prompts, forced, make)
+    alone = [_forced_logits(model, [prompt], forced[row : row + 1], make) for row, prompt in enumerate(prompts)]
     difference = float(np.abs(together - np.concatenate(alone, axis=1)).max())
     tolerance = 1e-3 if model.dtype == mx.float32 else 0.25
     if not difference <= tolerance:
@@ -93,9 +107,9 @@ def check_appends(model: Model) -> None:
         )
 
 
-def _forced_logits(model: Model, prompts: Sequence[Ints], forced: Ints) -> NDArray[np.float32]:
+def _forced_logits(model: Model, prompts: Sequence[Ints], forced: Ints, make: MakeRows | None = None) -> NDArray[np.float32]:
     """Logits of rows that are fed `forced` [S, T] after their prompts, in bites of 5: [T, S, V]."""
-    rows = Forced(model, len(prompts), 64)
+    rows = Forced(model, len(prompts), 64, make=make)
     for start in range(0, max(len(prompt) for prompt in prompts), 5):
         fed = [row for row, prompt in enumerate(prompts) if len(prompt) > start]
         rows.feed([prompts[row][start : start + 5] for row in fed], fed)

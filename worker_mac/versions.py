@@ -166,7 +166,7 @@ class Versions:
         self._pinned = None  # two sets of older weights are never held at once
         started = time.monotonic()
         self._stop_stager()
-        if self._memory is not None and not self._holds_two():
+        if not self._holds_two():
             return self._pinned_in_place(head, version, started)
         live, model = self._new_memory()
         state = self._puller.build(head, version, into=live.state)
@@ -178,7 +178,9 @@ class Versions:
         """As `pinned`, in the memory of the live weights, which are built anew when they are next asked for."""
         self._trusted()  # its rescan reads what is overwritten here
         self._staged = self._served = None
-        live, model = self._memory or self._new_memory()
+        if self._memory is None:
+            self._memory = self._new_memory()
+        live, model = self._memory
         live.settle()
         state = self._puller.build(head, version, into=live.state)
         self._pinned = Served(version, str(state.verified_id), model, live)

@@ -106,12 +106,18 @@ class Ended:
     anew: str = ""
 
 
-def main(arguments: Sequence[str] | None = None, *, make_engine: "MakeEngine | None" = None, sleeps: Sleeps | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    make_engine: "MakeEngine | None" = None,
+    sleeps: Sleeps | None = None,
+    anew: Callable[[], None] = begin_anew,
+) -> int:
     """Run the worker; returns the exit code: 0 the run has stopped or we were asked to end, 1 failed, 2 wrong use.
 
     With --parks a third quick failure, and every start after it, is 0 too, so that launchd does not start it again.
     make_engine: what is called in place of `MacEngine`, with its arguments: for rehearsals without a model. sleeps: what
-    tells of this machine's sleep.
+    tells of this machine's sleep. anew: ends this process and begins it again.
     """
     options = read_options(arguments)
     telemetry.configure(worker="mac")
@@ -119,12 +125,12 @@ def main(arguments: Sequence[str] | None = None, *, make_engine: "MakeEngine | N
     if attempts is not None and (parked := attempts.parked()):
         _log.error("worker_parked", reason=parked)
         return 0
-    ended = _run(options, make_engine, sleeps or sleeps_here())
+    ended = _run(options, make_engine, sleeps or sleeps_here(), anew)
     if attempts is not None and ended.code == 0:
         attempts.forget()
     if ended.anew:
         _log.info("worker_begins_anew", reason=ended.anew)
-        begin_anew()
+        anew()
     if attempts is None or ended.code == 0:
         return ended.code
     parked = ended.reason if ended.stays_off else attempts.failed(ended.reason)
@@ -133,7 +139,7 @@ def main(arguments: Sequence[str] | None = None, *, make_engine: "MakeEngine | N
     return 0 if parked else ended.code
 
 
-def _run(options: Options, make_engine: "MakeEngine | None", sleeps: Sleeps) -> Ended:
+def _run(options: Options, make_engine: "MakeEngine | None", sleeps: Sleeps, anew: Callable[[], None]) -> Ended:
     """One life of the worker."""
     try:
         require_extra()
@@ -146,7 +152,7 @@ def _run(options: Options, make_engine: "MakeEngine | None", sleeps: Sleeps) -> 
             store = Store(config.bucket, entry.credentials, patience_seconds=BUCKET_PATIENCE_SECONDS)
             panics = PanicLog(identity.folder)
             _check(panics.begin())
-            worker = _Worker(entry, identity, options, allowed, store, panics, sleeps, make_engine)
+            worker = _Worker(entry, identity, options, allowed, store, panics, sleeps, make_engine, anew)
             try:
                 asyncio.run(worker.run())
             finally:
@@ -207,6 +213,7 @@ class _Worker:
         panics: PanicLog,
         sleeps: Sleeps,
         make_engine: "MakeEngine | None" = None,
+        anew: Callable[[], None] = begin_anew,
     ) -> None:
         config = entry.config
         self._entry, self._config, self._identity = entry, config, identity
@@ -216,7 +223,7 @@ class _Worker:
         self._stop = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._last_call = LastCall(cut_short, LEAVE_SECONDS)
-        self._anew_call = LastCall(begin_anew, ANEW_SECONDS)
+        self._anew_call = LastCall(anew, ANEW_SECONDS)
         self._said = ""
         self._run_stopped = False
         self._notice: Notice | None = None

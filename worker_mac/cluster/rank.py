@@ -1,0 +1,305 @@
+"""The process that runs on every Mac of a wired set: `python -m worker_mac.cluster.rank OPTIONS -- WORKER_ARGUMENTS`.
+
+`mlx.launch` starts it on each; `launch.py` writes its command line and, as the first line of its standard input, the
+set's secret. The first Mac's is the worker of `worker_mac.worker`, with an engine over the whole set; the others follow
+it. Whatever goes wrong on one ends all: who started them starts them again, as one.
+"""
+
+import argparse
+import hmac
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
+
+import mlx.core as mx
+import structlog
+
+from environments.base import Environment
+from stoa.bucket.run_document import RunDocument
+from stoa.bucket.store import Store
+from stoa.config.host import MacHost
+from stoa.contracts.errors import RankLostError, StoaError, WiredError
+from stoa.telemetry import log as telemetry
+from stoa.weights.layout import layout_of
+from worker_mac.cluster.follow import Follower
+from worker_mac.cluster.lead import Ranks, WiredSet
+from worker_mac.cluster.link import STUCK_SECONDS, RingLink, Watchdog
+from worker_mac.cluster.set_engine import SetPlayer, SetVersions, split_model
+from worker_mac.cluster.split import Strength
+from worker_mac.cluster.wire import Channel, Message
+from worker_mac.ending import leave
+from worker_mac.guest import Guest
+from worker_mac.identity import project_version
+from worker_mac.model_config import read_model_config
+
+if TYPE_CHECKING:
+    from worker_mac.engine import MacEngine
+
+_log = structlog.get_logger(__name__)
+JOIN_SECONDS: Final = 90.0
+"""For all Macs to have found each other."""
+LOST, ANEW = 75, 76
+"""Exit codes: one of the set is lost; the whole is to begin anew."""
+END_LINE: Final = "end"
+_PROBE_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line. `limits`: bytes that weights and pages may take, by rank; `bandwidths`: bytes a second, by rank; 0: as measured."""
+
+    control: tuple[str, int]
+    backend: str
+    ended: Path
+    limits: tuple[int, ...]
+    bandwidths: tuple[int, ...]
+    worker: tuple[str, ...]
+    stuck_seconds: float = STUCK_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the first Mac's process ended, for who started it. `lost`: a reason to begin again; "" if there is none."""
+
+    code: int
+    lost: str = ""
+
+
+def read_options(arguments: Sequence[str] | None) -> Options:
+    """Parse the command line; argparse exits with 2 on wrong use."""
+    parser = argparse.ArgumentParser(prog="python -m worker_mac.cluster.rank", description="One Mac of a wired set.")
+    parser.add_argument("--control", required=True, help="ADDRESS:PORT on which the first Mac awaits the others")
+    parser.add_argument("--backend", default="ring", choices=("ring", "jaccl"))
+    parser.add_argument("--ended", type=Path, required=True, help="file in which the first Mac says how it ended")
+    parser.add_argument("--limits", default="", help="bytes each Mac may give, with commas; 0: what its system recommends")
+    parser.add_argument("--bandwidths", default="", help="bytes a second of each Mac's memory, with commas; 0: measure")
+    parser.add_argument("--stuck-seconds", type=float, default=STUCK_SECONDS)
+    parser.add_argument("worker", nargs="*", help="arguments of worker_mac.worker, after --")
+    found = parser.parse_args(arguments)
+    address, _, port = str(found.control).rpartition(":")
+    return Options(
+        (address, int(port)), found.backend, found.ended, _numbers(found.limits), _numbers(found.bandwidths), tuple(found.worker),
+        found.stuck_seconds,
+    )  # fmt: skip
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in text.split(",") if one)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Be one Mac of the set, to its end; returns the exit code."""
+    options = read_options(arguments)
+    telemetry.configure(worker="mac")
+    secret = sys.stdin.readline().strip()
+    try:
+        group = mx.distributed.init(strict=True, backend=options.backend)
+        if group.size() < 2:
+            raise WiredError("a wired set is two Macs or more", hint="one Mac joins without --hosts")
+        rank = group.rank()
+        telemetry.bind(rank=rank)
+        link = RingLink(group, Watchdog(partial(_stuck, options, rank), options.stuck_seconds))
+        if rank == 0:
+            return _lead(options, secret, link)
+        threading.Thread(target=_watch_parent, args=(sys.stdin, partial(leave, 0)), name="parent", daemon=True).start()
+        Follower(_call_in(options, secret, rank), link).run()
+    except StoaError as error:
+        _log.error("rank_ended", kind=type(error).__name__, reason=error.message, hint=error.hint)
+        return LOST
+    except RuntimeError as error:  # of the collectives' own set-up: an address or port that cannot be used
+        _log.error("rank_ended", kind="ring", reason=str(error))
+        return LOST
+    return 0
+
+
+def _stuck(options: Options, rank: int, what: str) -> None:
+    """A collective makes no progress, and nothing can break into it: this process ends, and with it the set."""
+    _log.error("collective_stuck", rank=rank, reason=what)
+    if rank == 0:
+        _tell(options.ended, Ended(LOST, what))
+    leave(LOST)
+
+
+def _watch_parent(source: IO[str], end: "partial[NoReturn] | partial[None]") -> None:
+    """End when told to on standard input, and when who started us is gone."""
+    for line in source:
+        if line.strip() == END_LINE:
+            break
+    end()
+
+
+def _tell(path: Path, ended: Ended) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(asdict(ended)), "utf-8")
+    part.replace(path)
+
+
+def own_strength(options: Options, rank: int) -> Strength:
+    """What this Mac has, as stated or as found here."""
+    stated = options.limits[rank] if rank < len(options.limits) else 0
+    limit: int | None = stated or None
+    if limit is None and mx.metal.is_available():
+        limit = int(int(mx.device_info()["max_recommended_working_set_size"]) * MacHost().memory_fraction)
+    bandwidth = options.bandwidths[rank] if rank < len(options.bandwidths) else 0
+    return Strength(limit, bandwidth or measured_bandwidth())
+
+
+def measured_bandwidth() -> float:
+    """Bytes a second at which memory is read here, to two digits: once through 64 MiB, the best of five."""
+    data = mx.zeros((_PROBE_BYTES // 4,), mx.float32)
+    mx.eval(data)
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        mx.eval(data.sum())
+        best = min(best, time.perf_counter() - began)
+    return float(f"{_PROBE_BYTES / best:.1e}")
+
+
+def _hello(options: Options, secret: str, rank: int) -> Message:
+    own = own_strength(options, rank)
+    said = {"secret": secret, "rank": rank, "limit": own.limit_bytes or 0, "bandwidth": int(own.bandwidth)}
+    return Message("hello", said | _program())
+
+
+def _program() -> dict[str, object]:
+    """What must be the same on all Macs."""
+    return {"mlx": metadata.version("mlx"), "stoa": project_version(), "machine": platform.machine()}
+
+
+def _call_in(options: Options, secret: str, rank: int) -> Channel:
+    """Find the first Mac. Raises RankLostError if it is not there in time."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            connection = socket.create_connection(options.control, timeout=5.0)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RankLostError(f"the first Mac does not answer at {options.control[0]}:{options.control[1]}: {error}") from error
+            time.sleep(0.2)
+    channel = _channel(connection, "the first Mac")
+    channel.send(_hello(options, secret, rank))
+    channel.start_beating()
+    return channel
+
+
+def _channel(connection: socket.socket, peer: str) -> Channel:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Channel(connection, peer)
+
+
+def await_others(options: Options, secret: str, size: int) -> tuple[list[Channel], list[Strength]]:
+    """The other Macs' channels and strengths, by rank. Raises WiredError if one runs another program, or does not come."""
+    channels: dict[int, Channel] = {}
+    found: dict[int, Strength] = {}
+    listener = socket.create_server(options.control, backlog=size)
+    deadline = time.monotonic() + JOIN_SECONDS
+    with listener:
+        while len(channels) < size - 1:
+            listener.settimeout(max(0.1, deadline - time.monotonic()))
+            try:
+                connection, address = listener.accept()
+            except TimeoutError:
+                raise WiredError(f"of {size} Macs only {1 + len(channels)} came", hint="see `stoa doctor --hosts`") from None
+            channel = _channel(connection, str(address[0]))
+            try:
+                hello = channel.receive()
+                rank = hello.number("rank")
+            except StoaError as error:
+                _log.warning("stranger_refused", peer=channel.peer, reason=error.message)
+                channel.close()
+                continue
+            if not hmac.compare_digest(hello.text("secret").encode(), secret.encode()) or rank in channels or not 0 < rank < size:
+                _log.warning("stranger_refused", peer=channel.peer)
+                channel.close()
+                continue
+            _check_program(rank, hello)
+            channels[rank] = channel
+            found[rank] = Strength(hello.number("limit") or None, float(hello.number("bandwidth")))
+    ranks = range(1, size)
+    return [channels[rank] for rank in ranks], [own_strength(options, 0), *(found[rank] for rank in ranks)]
+
+
+def _check_program(rank: int, hello: Message) -> None:
+    for name, ours in _program().items():
+        if hello.text(name) != ours:
+            raise WiredError(
+                f"Mac {rank} of the set has {name} {hello.text(name)}, this one {ours}", hint="install the same version on every Mac"
+            )
+
+
+def _lead(options: Options, secret: str, link: RingLink) -> int:
+    """The first Mac's life."""
+    options.ended.unlink(missing_ok=True)
+    try:
+        channels, macs = await_others(options, secret, link.size)
+    except StoaError as error:
+        _tell(options.ended, Ended(LOST, error.message))
+        raise
+
+    def on_lost(error: StoaError) -> None:
+        _tell(options.ended, Ended(LOST, error.message))
+        leave(LOST)
+
+    def anew() -> NoReturn:
+        _tell(options.ended, Ended(ANEW, "the whole begins anew"))
+        leave(ANEW)
+
+    ranks = Ranks(channels, on_lost)
+    end = partial(os.kill, os.getpid(), signal.SIGTERM)
+    threading.Thread(target=_watch_parent, args=(sys.stdin, end), name="parent", daemon=True).start()
+    from worker_mac import worker  # noqa: PLC0415 - what only the first Mac needs
+
+    code = worker.main(options.worker, make_engine=partial(make_engine, ranks, link, macs), anew=anew)
+    ranks.close()
+    _tell(options.ended, Ended(code))
+    return code
+
+
+def make_engine(
+    ranks: Ranks,
+    link: RingLink,
+    macs: Sequence[Strength],
+    store: Store,
+    document: RunDocument,
+    environment: Environment,
+    *,
+    model_folder: Path,
+    guest: Guest,
+    fingerprint: str = "",
+    **options: Any,
+) -> "MacEngine":
+    """An engine over the set, with the arguments of `MacEngine`. Raises WiredError if the model does not fit it."""
+    from worker_mac.engine import MacEngine  # noqa: PLC0415
+    from worker_mac.fingerprint import fixed_model  # noqa: PLC0415
+    from worker_mac.selftest import require  # noqa: PLC0415
+    from worker_mac.selftest import run as run_selftest  # noqa: PLC0415
+
+    verdict = run_selftest(lambda: fixed_model(guest.allowed.plain_ops))
+    model_config = json.loads((model_folder / "config.json").read_text("utf-8"))
+    layout = layout_of(model_config, document.config.learning.dtype)
+    config = read_model_config(model_config)
+    spans = split_model(config, layout, macs, environment.limits.max_episode_tokens)
+    wired = WiredSet(ranks, link, model_config, layout, spans, plain_ops=guest.allowed.plain_ops)
+    _log.info("set_wired", layers=[[span.start, span.stop] for span in spans], bytes=wired.weights_bytes, macs=len(macs))
+    return MacEngine(
+        store, document, environment, model_folder=model_folder, guest=guest, fingerprint=fingerprint or require(verdict),
+        make_versions=partial(SetVersions, wired), make_player=partial(SetPlayer, wired, macs), **options,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,191 @@
+"""A Mac's engine whose weights and pages are spread over a wired set: what of `versions.py` and `player.py` is different.
+
+The engine itself, and all it says to the run, is that of one Mac.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from metal.sizes import ATTENTION_BYTES, PAGE_TOKENS
+from stoa.weights.layout import Layout
+from worker_mac.cluster.lanes import NUM_LANES, Lane, Lanes
+from worker_mac.cluster.lead import SetDecoder, WiredSet
+from worker_mac.cluster.split import Strength, layer_bytes, num_bytes_of, split_layers
+from worker_mac.forced import check_batching
+from worker_mac.memory import CACHE_BYTES, MARGIN_BYTES, MemoryPlan, ModelBytes, Play, model_bytes, plan_memory
+from worker_mac.model import Model
+from worker_mac.model_config import ModelConfig
+from worker_mac.pace import MOST_TOKENS
+from worker_mac.pages import Pages, PoolKey
+from worker_mac.player import Player
+from worker_mac.sampler import NEUTRAL, Sampling
+from worker_mac.schedule import Schedule
+from worker_mac.sweep import Casting, OnGroup, Played, Sweep, cast
+from worker_mac.versions import Served, Versions
+from worker_mac.weights import LiveWeights
+
+_WIDEST: Final = 64
+"""Groups that memory is asked for at most."""
+SPARE_BYTES: Final = ATTENTION_BYTES + CACHE_BYTES + MARGIN_BYTES
+"""What a step takes on each Mac whatever its layers are."""
+
+
+def split_model(config: ModelConfig, layout: Layout, macs: Sequence[Strength], longest_tokens: int) -> list[range]:
+    """Which layers go where, by memory and bandwidth. Raises WiredError if no split fits."""
+    weights, end = layer_bytes(layout, config.num_layers)
+    item = 4 if layout.raw_dtype == "float32" else 2
+    pools = []
+    for layer in range(config.num_layers):
+        part = bytes_of(config, layout, range(layer, layer + 1), item)
+        pools.append(Play(1, longest_tokens).least_pages * part.page_bytes + 3 * part.slot_bytes)
+    return split_layers(weights, pools, end, SPARE_BYTES, macs)
+
+
+def bytes_of(config: ModelConfig, layout: Layout, layers: range, item_bytes: int) -> ModelBytes:
+    """As `model_bytes`, of the Mac with these layers."""
+    whole = model_bytes(config, layout, item_bytes=item_bytes, activation_bytes=item_bytes)
+    attention = sum(layer in layers for layer in config.attention_layers)
+    conv = len(layers) - attention
+    slot_bytes = conv * (config.conv_kernel - 1) * config.hidden_size * item_bytes
+    return replace(
+        whole,
+        weights_bytes=num_bytes_of(layout, layers, config.num_layers),
+        page_bytes=max(1, 2 * attention * whole.page_elements * item_bytes),
+        slot_bytes=slot_bytes,
+        row_bytes=whole.row_bytes if layers.stop == config.num_layers else 0,
+    )
+
+
+class SetVersions(Versions):
+    """Weights of one run on a wired set."""
+
+    def __init__(self, wired: WiredSet, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._set = wired
+
+    def _new_memory(self) -> tuple[LiveWeights, Model]:
+        """There is one."""
+        return self._set.weights, self._set.model
+
+    def _check(self, model: Model) -> None:
+        check_batching(model, self._set.decoder)
+
+
+class SetPlayer(Player):
+    """Plays castings on a wired set, in two halves that are in flight at once."""
+
+    def __init__(self, wired: WiredSet, macs: Sequence[Strength], *arguments: Any, **options: Any) -> None:
+        self._set, self._macs = wired, macs
+        item = 4 if wired.layout.raw_dtype == "float32" else 2
+        self._bytes = [bytes_of(wired.config, wired.layout, span, item) for span in wired.spans]
+        self._made: SetDecoder | None = None
+        super().__init__(*arguments, **options)
+
+    @property
+    def holds_two(self) -> bool:
+        """Never: a set is there because one set of weights is large."""
+        return False
+
+    def drop_pool(self) -> None:
+        """Give the memory of the pages back, on all Macs."""
+        if self._made is not None:
+            self._made.close()
+        self._made = None
+        super().drop_pool()
+
+    def play(
+        self,
+        served: Served,
+        castings: Sequence[Casting],
+        on_group: OnGroup,
+        *,
+        should_stop: Callable[[], bool],
+        on_step: Callable[[int, int], None],
+        record_routing: bool = False,
+        sampling: Sampling = NEUTRAL,
+    ) -> Played:
+        """See `Player.play`."""
+        plan = self._plan(castings)
+        halves = self._halves(castings, plan)
+        pages_each = 1 + (plan.num_pages - 1) // len(halves)
+        key = PoolKey(served.version, served.state_id, PAGE_TOKENS, str(served.model.cache_shape.dtype))
+        rows = max(1, plan.max_rows // len(halves))
+        schedules = [
+            cast(
+                self._environment, half, Pages(pages_each, key), max_rows=min(rows, len(half)), expected_tokens=self._mean_tokens(castings)
+            )
+            for half in halves
+        ]
+        decoder = self._set_decoder(1 + len(halves) * (pages_each - 1), 1 + sum(schedule.num_slots - 1 for schedule in schedules))
+        decoder.record_routing, decoder.sampling = record_routing, sampling
+        lanes, done = Lanes(decoder), [(0, 0)] * len(halves)
+
+        def playing(number: int, schedule: Schedule, lane: Lane) -> Callable[[], Played]:
+            def on_own_step(num_done: int, num_tokens: int) -> None:
+                done[number] = num_done, num_tokens
+                on_step(sum(one for one, _ in done), sum(tokens for _, tokens in done))
+
+            sweep = Sweep(lane, schedule, self._environment, halves[number], on_group, pace=self._pace)
+            return lambda: sweep.play(should_stop, on_own_step, lambda: self._rows_allowed(rows))
+
+        first_slot = 0
+        plays: list[Callable[[], Played]] = []
+        for number, schedule in enumerate(schedules):
+            plays.append(playing(number, schedule, Lane(lanes, number * (pages_each - 1), first_slot)))
+            first_slot += schedule.num_slots - 1
+        return joined(lanes.run(plays))
+
+    def _halves(self, castings: Sequence[Casting], plan: MemoryPlan) -> list[list[Casting]]:
+        """Castings dealt out, a group to one half; one half where there is one group or no room for two pools."""
+        groups = list(dict.fromkeys(casting.group for casting in castings))
+        least = 1 + (plan.num_pages - 1) // NUM_LANES
+        if plan.max_rows < NUM_LANES or len(castings) < NUM_LANES or least < self._play_of("").least_pages:
+            return [list(castings)]
+        if len(groups) < NUM_LANES:
+            return [list(castings)] if self._shared(castings) else [list(castings[n::NUM_LANES]) for n in range(NUM_LANES)]
+        place = {group: number % NUM_LANES for number, group in enumerate(groups)}
+        return [[casting for casting in castings if place[casting.group] == number] for number in range(NUM_LANES)]
+
+    def _set_decoder(self, num_pages: int, num_slots: int) -> SetDecoder:
+        made = self._made
+        if made is None or (made.num_pages, made.num_slots) != (num_pages, num_slots):
+            self.drop_pool()
+            made = self._made = self._set.decoder(num_pages, num_slots)
+        return made
+
+    def _plan(self, castings: Sequence[Casting]) -> MemoryPlan:
+        groups = max(1, round(-(-len(castings) // self._rollout.group_size) * self._guest.decision.share))
+        return self._narrowest(self._play_of(castings[0].question_id if self._shared(castings) else ""), groups)
+
+    def _memory_groups(self) -> int:
+        return self._narrowest(self._play_of(self._environment.question_ids("train")[0]), _WIDEST).groups
+
+    def _narrowest(self, play: Play, groups: int) -> MemoryPlan:
+        """The plan that fits every Mac: that of the Mac with least room."""
+        plans = [
+            plan_memory(part, play, most_groups=groups, memory_bytes=mac.limit_bytes, step_tokens=MOST_TOKENS)
+            for part, mac in zip(self._bytes, self._macs, strict=True)
+        ]
+        return min(plans, key=lambda plan: (plan.groups, plan.num_pages))
+
+    def _memory_bytes(self) -> int | None:
+        return self._macs[0].limit_bytes
+
+
+def joined(halves: Sequence[Played]) -> Played:
+    """What the halves of a sweep did together."""
+    tokens = sum(one.mean_tokens * one.num_episodes for one in halves)
+    return Played(
+        ended=all(one.ended for one in halves),
+        num_episodes=sum(one.num_episodes for one in halves),
+        num_lost=sum(one.num_lost for one in halves),
+        num_sampled_tokens=sum(one.num_sampled_tokens for one in halves),
+        num_prompt_tokens=sum(one.num_prompt_tokens for one in halves),
+        reward_sum=sum(one.reward_sum for one in halves),
+        num_steps=sum(one.num_steps for one in halves),
+        seconds=max(one.seconds for one in halves),
+        num_parked=sum(one.num_parked for one in halves),
+        most_pages=sum(one.most_pages for one in halves),
+        mean_tokens=tokens / max(1, sum(one.num_episodes for one in halves)),
+    )
