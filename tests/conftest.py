@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 WHOLE_RUNS = "whole runs"
+PLAY_WHOLE_RUNS = ("tests/loop/", "tests/faults/", "tests/cli/")
 REAL_TIME = ("tests/workflows/", "tests/cli/", "tests/unit/activities/", "tests/unit/worker_mac/", "tests/unit/trainer_gpu/test_worker.py")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,20 +21,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background
 
 @pytest.hookimpl(trylast=True)  # after the order is drawn
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs first: they take longest, and one process plays them one after another.
+    """The longest first: whole runs, which one process plays one after another, then other files of long tests, then the rest.
 
     What plays against real servers in real time gets a second chance, which the summary names: a shared machine may stand still
     for longer than any of their waits.
     """
-    items.sort(key=lambda item: _share_of(item.nodeid) != WHOLE_RUNS)
+    items.sort(key=lambda item: (_share_of(item.nodeid) != WHOLE_RUNS, not _is_long(item.nodeid)))
     for item in items:
-        if _share_of(item.nodeid) == WHOLE_RUNS or item.nodeid.startswith(REAL_TIME):
+        if _is_long(item.nodeid) or item.nodeid.startswith(REAL_TIME):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Share tests out by file, and all files with whole runs to one process, since each run takes both cores."""
+    """Share tests out by file, and all whole runs to one process, since each takes both cores."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
@@ -45,14 +46,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 @cache
-def _has_whole_runs(path: str) -> bool:
+def _has_long_tests(path: str) -> bool:
     text = (ROOT / path).read_text()
     return "pytest.mark.loop" in text or "pytest.mark.faults" in text
 
 
+def _is_long(nodeid: str) -> bool:
+    return _has_long_tests(nodeid.partition("::")[0])
+
+
 def _share_of(nodeid: str) -> str:
-    path = nodeid.partition("::")[0]
-    return WHOLE_RUNS if _has_whole_runs(path) else path
+    return WHOLE_RUNS if nodeid.startswith(PLAY_WHOLE_RUNS) and _is_long(nodeid) else nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session")
