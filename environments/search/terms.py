@@ -6,6 +6,7 @@ receptor named with a beta is found however it was typed. A query drops words th
 
 import re
 import unicodedata
+from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 MOST_QUERY_CHARS = 512
 MOST_QUERY_TERMS = 48
 _WORD = re.compile(r"[^\W_]+")
-_MARKS = re.compile("[\u0300-\u036f]")
+_FOREIGN = re.compile(r"[^\x00-\x7f]+")
 _COMMON = frozenset(
     _WORD.findall(
         "a an the of in on for to by with from at as is are was were be been do does did which what who how when where why "
@@ -23,23 +24,21 @@ _COMMON = frozenset(
 )
 
 
-def _greek() -> dict[int, str]:
-    letters: dict[int, str] = {}
-    for code in range(0x0370, 0x0400):
-        name = unicodedata.name(chr(code), "")
-        if " LETTER " in name:
-            letters[code] = f" {name.partition(' LETTER ')[2].split()[0].lower()} "
-    return letters
-
-
-_GREEK = _greek()
-
-
 def terms_of(text: str) -> list[str]:
     """The terms of a text, in order, repeats included."""
-    if not text.isascii():
-        text = _MARKS.sub("", unicodedata.normalize("NFKD", text)).translate(_GREEK)
-    return _WORD.findall(text.lower())
+    return _WORD.findall((text if text.isascii() else _FOREIGN.sub(lambda found: _folded(found.group()), text)).lower())
+
+
+@lru_cache(maxsize=65536)
+def _folded(letters: str) -> str:
+    return "".join(_spelled(char) for char in unicodedata.normalize("NFKD", letters))
+
+
+def _spelled(char: str) -> str:
+    name = unicodedata.name(char, "")
+    if name.startswith("GREEK") and " LETTER " in name:
+        return f" {name.partition(' LETTER ')[2].split()[0].lower()} "
+    return "" if unicodedata.combining(char) else char
 
 
 def cleaned_query(query: str) -> str:
