@@ -48,6 +48,7 @@ _COMMANDS: Final = {
         "setup": "Make namespaces, search attributes and the bucket; safe to repeat.",
         "config": "Check a configuration file.",
         "plan": "Work out what fits before hiring a machine.",
+        "search": "Fetch, clean, index and look at the papers and questions of PaperSearchQA.",
         "canary": "Check, before a long run, that nothing moves at learning rate 0.",
         "completion": "Print or install what makes a shell complete commands and flags.",
     },
