@@ -14,10 +14,10 @@ from packaging.version import Version
 
 from cli.doctor.finding import Finding, bad, good, warn
 from cli.doctor.scene import Role, Scene
-from stoa.config.load import PROJECT_ROOT
+from stoa.config.load import SHIPPED
 
 NAME: Final = "versions"
-LOCK: Final = PROJECT_ROOT / "constraints.txt"
+LOCK: Final = SHIPPED / "constraints.txt"
 _EXTRAS: Final[dict[Role, tuple[str, ...]]] = {"mac": ("", "mac"), "gpu": ("", "gpu"), "all": ("", "mac", "gpu"), "home": ("",)}
 
 

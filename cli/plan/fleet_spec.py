@@ -10,10 +10,10 @@ from typing import Annotated, Final
 from pydantic import Field
 
 from cli.plan.fleet_model import Absences, Fleet, Mac, Rules, Sizes, Trainer
-from stoa.config.load import PROJECT_ROOT
+from stoa.config.load import SHIPPED
 from stoa.config.run import RunConfig, Section
 
-DEFAULT_FLEET: Final = PROJECT_ROOT / "configs" / "fleet.toml"
+DEFAULT_FLEET: Final = SHIPPED / "configs" / "fleet.toml"
 LAN_RATE: Final = 1.25e9
 """Bytes a second of a 10 Gbit/s network."""
 LAN_ROUND_TRIP_SECONDS: Final = 0.0005

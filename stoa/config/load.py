@@ -35,8 +35,11 @@ from stoa.contracts.access import PLAIN, Access
 from stoa.contracts.errors import AccessDeniedError, ConfigError
 
 PROJECT_ROOT: Final = Path(__file__).resolve().parents[2]
-DEFAULT_CONFIG: Final = PROJECT_ROOT / "configs" / "demo.toml"
-MAC_CONFIG: Final = PROJECT_ROOT / "configs" / "mac.toml"
+IS_CHECKOUT: Final = (PROJECT_ROOT / "configs" / "demo.toml").is_file()
+SHIPPED: Final = PROJECT_ROOT if IS_CHECKOUT else PROJECT_ROOT.parents[2] / "share" / "stoa"
+"""Where configs/ and constraints.txt are: in a checkout, or where the wheel puts them, <prefix>/lib/python3/site-packages beside."""
+DEFAULT_CONFIG: Final = SHIPPED / "configs" / "demo.toml"
+MAC_CONFIG: Final = SHIPPED / "configs" / "mac.toml"
 LOOPBACK_KEY: Final = "stoa"
 LOOPBACK_SECRET: Final = "stoa-on-loopback"  # noqa: S105 - a local server's well-known pair, no secret
 MAC_LOOPBACK_KEY: Final = "stoa-mac"
