@@ -16,6 +16,7 @@ def doctor(
     *,
     role: Annotated[Literal["mac", "gpu", "all", "home", ""], Parameter(help="What this machine is to be; else what is installed.")] = "",
     state: Annotated[Path | None, Parameter(help="Folder of this Mac's state.")] = None,
+    hosts: Annotated[Path | None, Parameter(help="hosts.json of Macs that are to be wired together: look at them too.")] = None,
     as_json: AsJson = False,
 ) -> Exit:
     """Check this machine and its servers: each check passes, warns or fails, and says how to mend it."""
@@ -32,6 +33,10 @@ def doctor(
     try:
         scene = open_scene(file, role or None, state)
         found = examine(checks.ALL, scene)
+        if hosts is not None:
+            from cli.doctor.wired import examine_hosts
+
+            found += examine_hosts(hosts, scene)
     except UsageError as problem:
         found = [checks.config_finding(problem)]
     if as_json:

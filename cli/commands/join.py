@@ -8,7 +8,16 @@ from cli import say
 from cli.say import Exit
 
 
-def join(run: str = "", /, *, stdin: bool = False, at_login: bool = False, state: Path | None = None, no_doctor: bool = False) -> Exit:
+def join(
+    run: str = "",
+    /,
+    *,
+    stdin: bool = False,
+    at_login: bool = False,
+    state: Path | None = None,
+    no_doctor: bool = False,
+    hosts: Path | None = None,
+) -> Exit:
     """Let this Mac generate rollouts for a run: in this window, or at each log-in.
 
     Parameters
@@ -24,6 +33,8 @@ def join(run: str = "", /, *, stdin: bool = False, at_login: bool = False, state
         Folder of this Mac's state; its mac.toml says what the Mac's owner allows.
     no_doctor
         Do not look first whether this Mac is fit for it.
+    hosts
+        Work as one with the Macs that this hosts.json names, which are wired to this one: each computes some of the layers.
     """
     from cli.doctor.checks import fit_for_join
     from stoa.bucket.invite import PREFIX
@@ -39,6 +50,10 @@ def join(run: str = "", /, *, stdin: bool = False, at_login: bool = False, state
     elif text:
         file = Path(text)
     entry = enter(file, folder)
+    if hosts is not None:
+        from cli.wired import join_wired
+
+        return Exit(join_wired(hosts, entry, file, folder, look=not no_doctor, at_login=at_login))
     if not no_doctor and not fit_for_join(entry, folder):
         return Exit.FAULT_FOUND
     if not at_login:

@@ -39,6 +39,8 @@ BEFORE_RUN: Final = (packages.NAME, machine.DISK, model.TEMPLATE, servers.CLOCK)
 """What `stoa run` does not find out by itself a moment later."""
 BEFORE_JOIN: Final = (packages.NAME, machine.WORKER, machine.DISK, machine.MEMORY, machine.POWER, machine.PROGRAMS)
 """A worker waits for servers, and tests MLX itself."""
+BEFORE_WIRED: Final = tuple(name for name in BEFORE_JOIN if name != machine.MEMORY)
+"""A set has more memory than this Mac."""
 SHORT_SECONDS: Final = 4.0
 _COLOURS: Final = {"pass": "green", "warn": "yellow", "fail": "red"}
 

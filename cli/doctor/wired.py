@@ -1,0 +1,225 @@
+"""Macs that are to be wired together: can they be reached, over the wire, by the same program, and does the model fit them?
+
+Everything is asked through the port `worker_mac.cluster.probe.Probe`, by commands that only read: no setting of the
+network is ever changed here.
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from cli.doctor.finding import Finding, bad, good, warn
+from cli.doctor.machine import LONGEST_TOKENS, gpu_bytes
+from cli.doctor.scene import Scene
+from cli.say import bytes_text
+from stoa.contracts.errors import StoaError, WiredError
+from worker_mac.cluster.hosts import CONTROL_OFFSET, HERE, PORT, WiredHost, read_hosts
+from worker_mac.cluster.install import installed, ours
+from worker_mac.cluster.probe import BRIDGE, SSH_FAILED, Probe, Said, SshProbe, Wire, last_line, read_wire
+from worker_mac.cluster.split import Strength, num_bytes_of
+from worker_mac.model_config import read_model_config
+
+HOSTS: Final = "wired hosts"
+LOCAL: Final = WiredHost(HERE)
+SLOW_MS: Final = 5.0
+"""A wire answers in less than a millisecond, Wi-Fi in 20 to 300."""
+PROBE_BYTES: Final = 16 << 20
+LEAST_BYTES_PER_SECOND: Final = 50_000_000
+_AVERAGE: Final = re.compile(r"(?:min/avg/max\S*) = [\d.]+/([\d.]+)/")
+_FILEVAULT: Final = "log in once at its own screen: FileVault blocks SSH until then"
+_SSH_FAULTS: Final = (
+    (
+        "Permission denied",
+        "its key is not in the agent or the keychain",
+        "run `ssh-add --apple-use-keychain ~/.ssh/id_ed25519`, once `ssh-copy-id {ssh}`",
+    ),
+    ("Host key verification failed", "its host key is not known here", "run `ssh {ssh}` once and accept the key"),
+    ("Could not resolve", "the name is not known", "write its name as Settings, Sharing shows it, for example mini.local"),
+    ("refused", "it takes no connection", f"{_FILEVAULT}; switch Remote Login on in Settings, Sharing"),
+    ("timed out", "it does not answer", f"wake it up; {_FILEVAULT}"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the checks of one host found out for the others."""
+
+    host: WiredHost
+    findings: tuple[Finding, ...]
+    address: str = ""
+    memory_bytes: int = 0
+
+
+def examine_hosts(path: Path, scene: Scene, probe: Probe | None = None, *, port: int = PORT) -> list[Finding]:
+    """All checks of the Macs in a hosts.json."""
+    try:
+        hosts = read_hosts(path)
+    except WiredError as error:
+        return [bad(HOSTS, error.message, error.hint)]
+    probe = probe or SshProbe()
+    on_a_wire = not all(host.is_here for host in hosts)
+    with ThreadPoolExecutor(len(hosts), thread_name_prefix="hosts") as pool:
+        asked = [pool.submit(_look, probe, host, port + rank, on_a_wire=on_a_wire) for rank, host in enumerate(hosts)]
+        seen = [one.result() for one in asked]
+        found = [good(HOSTS, f"{len(hosts)} Macs: {', '.join(host.ssh for host in hosts)}")]
+        found += [finding for one in seen for finding in one.findings]
+        if on_a_wire:
+            links = [pool.submit(_check_link, probe, one) for one in seen[1:] if one.address and not one.host.is_here]
+            found += [finding for link in links for finding in link.result()]
+    return [*found, _check_port(probe, LOCAL, port + CONTROL_OFFSET), check_split(scene, [_strength(one, scene) for one in seen], hosts)]
+
+
+def _look(probe: Probe, host: WiredHost, port: int, *, on_a_wire: bool) -> Seen:
+    """What one host tells of itself."""
+    findings: list[Finding] = []
+    if not host.is_here:
+        reached = check_ssh(probe.ask(host, ("true",)), host)
+        findings.append(reached)
+        if reached.verdict == "fail":
+            return Seen(host, tuple(findings))
+        findings += [check_ssh_back(probe, host), _check_program(probe, host)]
+    address = ""
+    if on_a_wire:
+        wire = read_wire(probe.ask(host, ("ifconfig",)).text, probe.ask(host, ("networksetup", "-listallhardwareports")).text)
+        address = wire.bridge_address
+        findings.append(check_wire(wire, host))
+    findings.append(_check_port(probe, host, port))
+    size = probe.ask(host, ("sysctl", "-n", "hw.memsize")).text.strip()
+    limit = probe.ask(host, ("sysctl", "-n", "iogpu.wired_limit_mb")).text if size.isdecimal() else ""
+    memory = gpu_bytes(int(size), lambda _: limit, "darwin") if size.isdecimal() else 0
+    return Seen(host, tuple(findings), address, memory)
+
+
+def check_ssh(said: Said, host: WiredHost) -> Finding:
+    """Of `ssh host true`, without a password."""
+    name = f"ssh {host.ssh}"
+    if said.code == 0:
+        return good(name, "reached without a password")
+    for words, what, fix in _SSH_FAULTS:
+        if words in said.text:
+            return bad(name, f"{what}: {last_line(said.text)}", fix.format(ssh=host.ssh))
+    return bad(name, last_line(said.text), f"make `ssh {host.ssh} true` work without a password")
+
+
+def check_ssh_back(probe: Probe, host: WiredHost) -> Finding:
+    """From a host to this Mac: needed when that Mac is to start the set."""
+    name, here = f"ssh from {host.ssh}", last_line(probe.ask(LOCAL, ("hostname",)).text)
+    said = probe.ask(host, ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", here, "true"))
+    if said.code == 0:
+        return good(name, f"it reaches {here}")
+    return warn(
+        name, f"it does not reach {here}: {last_line(said.text)}", f"only this Mac can start the set; else run `ssh-copy-id {here}` there"
+    )
+
+
+def _check_program(probe: Probe, host: WiredHost) -> Finding:
+    name = f"program on {host.ssh}"
+    try:
+        found = installed(probe, host)
+    except WiredError as error:
+        return bad(name, error.message, error.hint)
+    if found == ours():
+        return good(name, f"stoa and mlx are {found}, as here")
+    return warn(name, f"stoa and mlx are {found or 'missing'}, here {ours()}", "`stoa join --hosts` installs the same wheel there")
+
+
+def check_wire(wire: Wire, host: WiredHost) -> Finding:
+    """Its address on the Thunderbolt bridge, against what the file says."""
+    name = f"wire of {host.ssh}"
+    wireless = [ip for ip in host.ips if wire.is_wireless(ip)]
+    if wireless:
+        return bad(name, f"{wireless[0]} in the file is its Wi-Fi, 50 times slower", f"remove it from the file: {BRIDGE}'s is looked up")
+    if not wire.bridge_address:
+        return bad(
+            name, f"{BRIDGE} has no address", "plug the Thunderbolt cable in at both ends; Settings, Network shows Thunderbolt Bridge"
+        )
+    stale = [ip for ip in host.ips if ip not in wire.devices]
+    if stale:
+        return warn(
+            name,
+            f"{stale[0]} in the file is stale: {BRIDGE} has {wire.bridge_address} since its last start",
+            "nothing: it is looked up at each start",
+        )
+    return good(name, f"{BRIDGE} has {wire.bridge_address}")
+
+
+def _check_link(probe: Probe, seen: Seen) -> list[Finding]:
+    """From this Mac to another: echo, a connection, speed."""
+    name, address = f"link to {seen.host.ssh}", seen.address
+    echo = probe.ask(LOCAL, ("ping", "-c", "3", "-t", "5", address))
+    tcp = probe.ask(LOCAL, ("nc", "-z", "-G", "5", address, "22"))
+    found = check_link(name, address, echo, tcp)
+    if found.verdict == "fail":
+        return [found]
+    return [found, _check_speed(probe, seen.host, address)]
+
+
+def check_link(name: str, address: str, echo: Said, tcp: Said) -> Finding:
+    """Of `ping` and `nc -z` to an address on the wire."""
+    average = _AVERAGE.search(echo.text)
+    if echo.code == 0 and tcp.code:
+        return bad(
+            name,
+            f"{address} answers echoes but takes no connection (error 65): a port was taken out of {BRIDGE}",
+            f"restart that Mac and leave {BRIDGE} as macOS makes it: nothing else mends it",
+        )
+    if echo.code or average is None:
+        return bad(name, f"{address} does not answer", "look at the cable; the address changes at every restart, so ask again")
+    milliseconds = float(average[1])
+    if milliseconds > SLOW_MS:
+        return warn(name, f"{address} answers in {milliseconds:g} ms, as slow as Wi-Fi", "use a Thunderbolt cable")
+    return good(name, f"{address} answers in {milliseconds:g} ms and takes connections")
+
+
+def _check_speed(probe: Probe, host: WiredHost, address: str) -> Finding:
+    """What comes through SSH over the wire: less than the wire itself has."""
+    name = f"speed of {host.ssh}"
+    user, at, _ = host.ssh.rpartition("@")
+    began = time.monotonic()
+    said = probe.ask(replace(host, ssh=f"{user}{at}{address}"), ("head", "-c", str(PROBE_BYTES), "/dev/zero"))
+    seconds = time.monotonic() - began
+    if said.code or len(said.text) < PROBE_BYTES:
+        return warn(name, "not measured: SSH does not go to the address on the wire", f"run `ssh {user}{at}{address}` once")
+    speed = PROBE_BYTES / seconds
+    if speed < LEAST_BYTES_PER_SECOND:
+        return warn(name, f"only {bytes_text(int(speed))}/s", "use a Thunderbolt cable, not one for charging")
+    return good(name, f"at least {bytes_text(int(speed))}/s")
+
+
+def _check_port(probe: Probe, host: WiredHost, port: int) -> Finding:
+    name = f"port {port} of {host.ssh}"
+    said = probe.ask(host, ("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN"))
+    rows = said.text.splitlines()[1:]
+    if said.code in (SSH_FAILED, 127) or not rows:
+        return good(name, "free")
+    return warn(name, f"in use by {rows[0].split()[0]}", "nothing: another port is tried (bind error 48 or 49)")
+
+
+def _strength(seen: Seen, scene: Scene) -> Strength:
+    limit = seen.host.memory_bytes or int(seen.memory_bytes * scene.allowed.memory_fraction)
+    return Strength(limit or None, float(seen.host.bandwidth_bytes or 1))
+
+
+def check_split(scene: Scene, macs: Sequence[Strength], hosts: Sequence[WiredHost]) -> Finding:
+    """Which layers would go where, and whether that fits."""
+    from worker_mac.cluster.set_engine import split_model
+
+    name = "layers"
+    if scene.layout is None or scene.model_config is None:
+        return good(name, "the model is not known here yet")
+    config = read_model_config(scene.model_config)
+    tokens = int(str(scene.config.environment.settings.get("max_episode_tokens", LONGEST_TOKENS)))
+    try:
+        spans = split_model(config, scene.layout, macs, tokens)
+    except StoaError as error:
+        return bad(name, error.message, error.hint)
+    parts = [
+        f"{span.start} to {span.stop - 1} on {host.ssh} ({bytes_text(num_bytes_of(scene.layout, span, config.num_layers))})"
+        for span, host in zip(spans, hosts, strict=True)
+    ]
+    known = "" if all(mac.limit_bytes for mac in macs) else "; the memory of some is not known"
+    return good(name, f"{', '.join(parts)}{known}")

@@ -1,0 +1,185 @@
+"""Keeps a wired set going from its first Mac: looks addresses up, starts `mlx.launch`, starts all again when one is lost.
+
+What is finished is on the first Mac's disk before it is sent, so a set that ends at any moment loses no group. Each start
+is one of the whole: a collective cannot go on without one of its members.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+import structlog
+
+from stoa.contracts.errors import WiredError
+from worker_mac.cluster.hosts import FOLDER, PORT, PYTHON, Launch, WiredHost, choose_backend, hostfile
+from worker_mac.cluster.probe import Probe, addresses_of
+
+_log = structlog.get_logger(__name__)
+LEAVE_SECONDS: Final = 20.0
+"""For the first Mac's worker to take its leave, and `mlx.launch` to end the others."""
+LONG_SECONDS: Final = 120.0
+"""A set that lived so long had started well: counting its failures begins anew."""
+MAX_STARTS: Final = 6
+"""Starts in a row that fail soon, before the whole gives up."""
+PORT_STEP: Final = 100
+_BIND: Final = re.compile(r"Couldn't bind socket \(error: (\d+)\)|Address already in use|address not available", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one start ended. `code`: of the worker, None if it did not say; `port_taken`: it could not listen."""
+
+    code: int | None
+    lost: str
+    port_taken: bool
+    seconds: float
+
+
+class Supervisor:
+    """One set. `worker`: arguments of the first Mac's worker; `folder`: of its state."""
+
+    def __init__(
+        self,
+        hosts: Sequence[WiredHost],
+        probe: Probe,
+        worker: Sequence[str],
+        folder: Path,
+        *,
+        available: Sequence[str],
+        say: Callable[[str], None],
+        home: Path | None = None,
+        program: str = "",
+        port: int = PORT,
+        python: str = PYTHON,
+        cwd: str = FOLDER,
+    ) -> None:
+        """available: backends of this MLX. say: tells a person. program: of `mlx.launch`, that beside this Python unless given."""
+        self._hosts, self._probe, self._worker, self._folder = tuple(hosts), probe, tuple(worker), folder
+        self._backend, self._say = choose_backend(hosts, available), say
+        self._home, self._port = home or Path.home(), port
+        self._program = program or str(Path(sys.executable).with_name("mlx.launch"))
+        self._python, self._cwd = python, cwd
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = threading.Event()
+        self._said = ""
+
+    def run(self) -> int:
+        """Keep the set going until its run has stopped or we are asked to end; returns the worker's exit code.
+
+        Raises WiredError after several starts in a row that failed soon.
+        """
+        failures = 0
+        while True:
+            outcome = self._once()
+            if self._asked.is_set() or (outcome.code is not None and not outcome.lost):
+                return outcome.code or 0
+            _log.warning("set_ended", lost=outcome.lost, seconds=round(outcome.seconds, 1), port_taken=outcome.port_taken)
+            failures = 1 if outcome.seconds > LONG_SECONDS else failures + 1
+            if failures >= MAX_STARTS:
+                raise WiredError(f"{failures} starts in a row failed soon: {outcome.lost}", hint="see `stoa doctor --hosts`")
+            if outcome.port_taken:
+                self._port += PORT_STEP
+            if self._asked.wait(min(30.0, 0.5 * 2**failures)):
+                return 0
+
+    def end(self) -> None:
+        """Ask the set to take its leave. For any thread."""
+        self._asked.set()
+        process = self._process
+        if process is not None and process.stdin is not None:
+            try:
+                process.stdin.write(b"end\n")
+                process.stdin.flush()
+            except (OSError, ValueError):
+                return
+
+    def plan(self) -> Launch:
+        """What `mlx.launch` would be told now. Looks every address up, and writes the hostfile."""
+        addresses = addresses_of(self._probe, self._hosts)
+        place = self._folder / "wired"
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = place / "hosts.json"
+        path.write_text(hostfile(self._hosts, addresses), "utf-8")
+        return Launch(
+            program=self._program,
+            hostfile=path,
+            hosts=self._hosts,
+            control_address=addresses[0],
+            ended=place / "ended.json",
+            worker=self._worker,
+            backend=self._backend,
+            port=self._port,
+            folder=self._cwd,
+            python=self._python,
+        )
+
+    def _once(self) -> Outcome:
+        began = time.monotonic()
+        launch = self.plan()
+        launch.ended.unlink(missing_ok=True)
+        if launch.text() != self._said:
+            self._said = launch.text()
+            self._say(self._said)
+        # A pipe that stays open: at the end of its own input `mlx.launch` would spin, and the ranks would end.
+        process = subprocess.Popen(launch.line(), cwd=self._home, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        self._process = process
+        seen: list[str] = []
+        pump = threading.Thread(target=_pump, args=(process.stderr, seen), name="ranks", daemon=True)
+        pump.start()
+        if process.stdin is not None:
+            process.stdin.write(secrets.token_hex(16).encode() + b"\n")
+            process.stdin.flush()
+        if self._asked.is_set():
+            self.end()
+        self._await(process, launch.ended)
+        pump.join(5.0)
+        code, lost = _read_ended(launch.ended)
+        port_taken = any(_BIND.search(line) for line in seen)
+        if code is None and not lost:
+            lost = (
+                "it could not listen on its port" if port_taken else f"it ended without a word: {seen[-1] if seen else 'nothing was said'}"
+            )
+        return Outcome(code, lost, port_taken, time.monotonic() - began)
+
+    def _await(self, process: "subprocess.Popen[bytes]", ended: Path) -> None:
+        """Until `mlx.launch` has ended; what hangs once the first Mac has, or once asked to end, is ended by force."""
+        deadline: float | None = None
+        while process.poll() is None:
+            time.sleep(0.1)
+            if deadline is None and (ended.is_file() or self._asked.is_set()):
+                deadline = time.monotonic() + LEAVE_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                break
+        with contextlib.suppress(ProcessLookupError):  # ranks on this machine that outlived it, too
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _pump(source: IO[bytes] | None, seen: list[str]) -> None:
+    """Pass on what the ranks say, and keep the last of it."""
+    for line in source or ():
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+        text = line.decode("utf-8", "replace").strip()
+        if text:
+            seen.append(text)
+            del seen[:-50]
+
+
+def _read_ended(path: Path) -> tuple[int | None, str]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        return int(found["code"]), str(found["lost"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, ""
