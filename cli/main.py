@@ -30,6 +30,7 @@ _COMMANDS: Final = {
     },
     "Look": {
         "status": "How a run is, what it waits for, and each Mac.",
+        "live": "Watch a run, its Macs, bandwidth and alarms on the whole terminal; pause it, or drain a Mac, by key.",
         "fleet": "The Macs of a run, the fastest first, and why the slowest is slow.",
         "episode": "Read what a Mac played: turns, tool calls, rewards, which tokens were learned from.",
         "report": "Write report.json, metrics.jsonl, report.html and plots of a run.",
@@ -44,6 +45,7 @@ _COMMANDS: Final = {
         "revoke": "Let an invited Mac take part no longer.",
         "proxy": "Stand before Temporal for invited Macs.",
         "doctor": "Check this machine and its servers: each check passes, warns or fails, and says how to mend it.",
+        "warmstart": "Teach a policy by demonstrations, on one Mac or several, before a run starts from it.",
         "bench": "Measure tokens a second by width on this Mac and keep the width from which more groups hardly help.",
         "setup": "Make namespaces, search attributes and the bucket; safe to repeat.",
         "config": "Check a configuration file.",

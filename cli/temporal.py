@@ -53,7 +53,9 @@ class Control:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._runner.close()
+        # A question that another thread still waits for keeps the loop; it ends with the process.
+        if not self._runner.get_loop().is_running():
+            self._runner.close()
 
     def start_run(self, start: RunInput) -> None:
         """Start RunWorkflow. Raises RunExistsError if one of this name is running."""

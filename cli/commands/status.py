@@ -12,7 +12,6 @@ from cli.say import Exit
 
 if TYPE_CHECKING:
     from cli.report.record import RunRecord
-    from cli.temporal import Control
 
 Follow = Annotated[bool, Parameter(help="Go on until the run has ended; Ctrl-C ends only the following.")]
 
@@ -36,7 +35,8 @@ def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = Non
             record = found.collector.collect()
             if record.state not in ("stopped", "failed") and not found.control.is_running(run):
                 record = gone(record)
-        spent = _spent(found.control, run)
+        prices = found.document.config.stop
+    spent = {"gpu_hours": record.gpu_hours, "dollars": round(record.gpu_hours * prices.dollars_per_gpu_hour, 6)}
     if as_json:
         say.data(json.dumps({**facts(record), **spent}, indent=2))
         return None
@@ -48,17 +48,6 @@ def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = Non
         price = f", {spent['dollars']:.2f} dollars" if spent["dollars"] else ""
         console.print(f"used {spent['gpu_hours']:.2f} GPU hours{price}")
     return None
-
-
-def _spent(control: "Control", run: str) -> dict[str, float]:
-    """What the run's leases have cost, as far as its workflow answers."""
-    from stoa.contracts.errors import RunMissingError, ServiceError
-
-    try:
-        status = control.status(run)
-    except (ServiceError, RunMissingError):
-        return {"gpu_hours": 0.0, "dollars": 0.0}
-    return {"gpu_hours": status.gpu_hours, "dollars": status.dollars}
 
 
 def facts(record: "RunRecord") -> dict[str, object]:

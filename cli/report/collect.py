@@ -63,6 +63,7 @@ class Collector:
         self._was_running = False
         self._waits: Counter[str] = Counter()
         self._garbled: set[str] = set()
+        self._gpu_hours = 0.0
 
     @property
     def head_stopped(self) -> bool:
@@ -150,11 +151,18 @@ class Collector:
                 self._early = self._early or tuple(self._sessions.values())
                 self._waits.update(s.reason for s in self._sessions.values() if s.state == "live" and s.reason)
             self._silence = ""
+            self._gpu_hours = self._used(run, self._status)
         except RunMissingError as problem:
             self._silence = f"nothing: {problem.message}; `stoa run CONFIG --resume` goes on with it"
         except ServiceError as problem:
             # The view must live on while Temporal or the control process starts again; the last answers stand.
             self._silence = problem.message if self._status is not None else _NOT_YET
+
+    def _used(self, run: str, status: RunStatus) -> float:
+        """GPU hours: of an ended run those of its result, since the clock of a query runs on."""
+        if self._control is None or status.state not in _ENDED or self._control.is_running(run):
+            return status.gpu_hours
+        return self._control.result(run).gpu_hours
 
     def _count_objects(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         sizes: Counter[str] = Counter()
@@ -201,7 +209,7 @@ class Collector:
             bucket_objects=objects[1],
             waits=dict(self._waits),
             heads_seen=tuple(self._heads),
-            gpu_hours=status.gpu_hours if status is not None else 0.0,
+            gpu_hours=self._gpu_hours,
         )
 
 

@@ -79,8 +79,8 @@ def session(host: str, **changes: object) -> SessionStatus:
 
 
 def sweep(host: str, number: int, of_version: int) -> SweepBar:
-    """Four seconds long, from second 104.7 on, with two groups."""
-    return SweepBar(host, number, of_version, 104.7, 0.3, (Landing(106.0, 106.0, 90), Landing(108.2, 109.0, 80)))
+    """From second 104.75 to 108.2, with two groups; the second landed after the interval of version 1."""
+    return SweepBar(host, number, of_version, 104.75, 0.3, (Landing(106.0, 106.0, 90), Landing(108.2, 109.0, 80)))
 
 
 def episode() -> EpisodeView:

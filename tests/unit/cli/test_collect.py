@@ -1,11 +1,16 @@
 """What a report reads from a real bucket: how long each version took to be named."""
 
 import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from cli.report.collect import Collector
+from cli.temporal import Control
 from stoa.bucket.steps import STEP_FORMAT, StepManifest, write_step
+from stoa.contracts.messages import RunResult, RunStatus
 from tests.unit.weights.small_run import SmallRun
 
 
@@ -35,3 +40,19 @@ def test_version_is_as_late_as_the_trainer_says_and_else_as_its_manifest_does(st
     assert found[0] == 0.0, "the base checkpoint's version comes after no step of its own"
     assert 0 < found[2] < 60
     assert found[2] != pytest.approx(7.5)
+
+
+def test_gpu_hours_of_an_ended_run_are_those_of_its_result(store, tmp_path) -> None:
+    """Its workflow still answers, by a clock that runs on."""
+    run = SmallRun(store, tmp_path)
+    ended = RunStatus("small", "stopped", "", gpu_hours=9.0, started_at=1.0)
+    control = SimpleNamespace(
+        status=lambda _: ended,
+        fleet=lambda _: (),
+        sessions=lambda *_: (),
+        is_running=lambda _: False,
+        result=lambda _: RunResult("small", "done", 0, 0, gpu_hours=2.0),
+    )
+    assert Collector(run.document, store, cast(Control, control)).collect().gpu_hours == 2.0
+    control.status = lambda _: replace(ended, state="running")
+    assert Collector(run.document, store, cast(Control, control)).collect().gpu_hours == 9.0
