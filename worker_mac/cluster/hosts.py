@@ -107,6 +107,9 @@ class Launch:
     port: int = PORT
     folder: str = FOLDER
     python: str = PYTHON
+    starter: int = 0
+    """The process that ends the set when it ends; 0: none."""
+    starter_host: str = ""
 
     def line(self) -> tuple[str, ...]:
         """The command. It is started in the home folder, so that `--cwd` means the same on every Mac."""
@@ -119,6 +122,7 @@ class Launch:
             "--cwd", self.folder, "--python", self.python, "--",
             "-m", "worker_mac.cluster.rank", "--control", f"{self.control_address}:{self.port + CONTROL_OFFSET}",
             "--backend", self.backend, "--ended", str(self.ended),
+            *(("--starter", str(self.starter), "--starter-host", self.starter_host) if self.starter else ()),
             *(word for flag, value in stated if value.strip("0,") for word in (flag, value)), "--", *self.worker,
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -33,7 +34,8 @@ LONG_SECONDS: Final = 120.0
 MAX_STARTS: Final = 6
 """Starts in a row that fail soon, before the whole gives up."""
 PORT_STEP: Final = 100
-_BIND: Final = re.compile(r"Couldn't bind socket \(error: (\d+)\)|Address already in use|address not available", re.IGNORECASE)
+_BIND: Final = re.compile(r"(Couldn't bind socket|cannot listen at \S+) \(error: \d+\)")
+"""As MLX's ring and `rank.py` say it: 48 and 98 are ports in use; macOS says 49 of a port, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,10 @@ class Supervisor:
         failures = 0
         while True:
             outcome = self._once()
-            if self._asked.is_set() or (outcome.code is not None and not outcome.lost):
-                return outcome.code or 0
+            if self._asked.is_set():
+                return 0
+            if outcome.code is not None and not outcome.lost:
+                return outcome.code
             _log.warning("set_ended", lost=outcome.lost, seconds=round(outcome.seconds, 1), port_taken=outcome.port_taken)
             failures = 1 if outcome.seconds > LONG_SECONDS else failures + 1
             if failures >= MAX_STARTS:
@@ -122,6 +126,8 @@ class Supervisor:
             port=self._port,
             folder=self._cwd,
             python=self._python,
+            starter=os.getpid(),
+            starter_host=socket.gethostname(),
         )
 
     def _once(self) -> Outcome:

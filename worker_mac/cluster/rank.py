@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
 
 import mlx.core as mx
+import psutil
 import structlog
 
 from environments.base import Environment
@@ -52,6 +53,7 @@ JOIN_SECONDS: Final = 90.0
 LOST, ANEW = 75, 76
 """Exit codes: one of the set is lost; the whole is to begin anew."""
 END_LINE: Final = "end"
+STARTER_SECONDS: Final = 1.0
 _PROBE_BYTES: Final = 64 << 20
 
 
@@ -66,6 +68,7 @@ class Options:
     bandwidths: tuple[int, ...]
     worker: tuple[str, ...]
     stuck_seconds: float = STUCK_SECONDS
+    starter: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +88,14 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--limits", default="", help="bytes each Mac may give, with commas; 0: what its system recommends")
     parser.add_argument("--bandwidths", default="", help="bytes a second of each Mac's memory, with commas; 0: measure")
     parser.add_argument("--stuck-seconds", type=float, default=STUCK_SECONDS)
+    parser.add_argument("--starter", type=int, default=0, help="process that started the set")
+    parser.add_argument("--starter-host", default="", help="name of the machine it runs on")
     parser.add_argument("worker", nargs="*", help="arguments of worker_mac.worker, after --")
     found = parser.parse_args(arguments)
     address, _, port = str(found.control).rpartition(":")
     return Options(
         (address, int(port)), found.backend, found.ended, _numbers(found.limits), _numbers(found.bandwidths), tuple(found.worker),
-        found.stuck_seconds,
+        found.stuck_seconds, found.starter if found.starter_host == socket.gethostname() else 0,
     )  # fmt: skip
 
 
@@ -103,6 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
     telemetry.configure(worker="mac")
     secret = sys.stdin.readline().strip()
+    end = partial(os.kill, os.getpid(), signal.SIGTERM)
+    threading.Thread(target=_watch_input, args=(sys.stdin, end), name="input", daemon=True).start()
+    if options.starter:
+        threading.Thread(target=_watch_starter, args=(options.starter, end), name="starter", daemon=True).start()
     try:
         group = mx.distributed.init(strict=True, backend=options.backend)
         if group.size() < 2:
@@ -112,7 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         link = RingLink(group, Watchdog(partial(_stuck, options, rank), options.stuck_seconds))
         if rank == 0:
             return _lead(options, secret, link)
-        threading.Thread(target=_watch_parent, args=(sys.stdin, partial(leave, 0)), name="parent", daemon=True).start()
         Follower(_call_in(options, secret, rank), link).run()
     except StoaError as error:
         _log.error("rank_ended", kind=type(error).__name__, reason=error.message, hint=error.hint)
@@ -131,11 +139,18 @@ def _stuck(options: Options, rank: int, what: str) -> None:
     leave(LOST)
 
 
-def _watch_parent(source: IO[str], end: "partial[NoReturn] | partial[None]") -> None:
-    """End when told to on standard input, and when who started us is gone."""
+def _watch_input(source: IO[str], end: Callable[[], None]) -> None:
+    """End when told to on standard input, and at its end. Whatever is done then: a worker takes its leave on SIGTERM."""
     for line in source:
         if line.strip() == END_LINE:
             break
+    end()
+
+
+def _watch_starter(pid: int, end: Callable[[], None]) -> None:
+    """End when who started the set is gone: `mlx.launch` would go on without it."""
+    while psutil.pid_exists(pid):
+        time.sleep(STARTER_SECONDS)
     end()
 
 
@@ -205,7 +220,10 @@ def await_others(options: Options, secret: str, size: int) -> tuple[list[Channel
     """The other Macs' channels and strengths, by rank. Raises WiredError if one runs another program, or does not come."""
     channels: dict[int, Channel] = {}
     found: dict[int, Strength] = {}
-    listener = socket.create_server(options.control, backlog=size)
+    try:
+        listener = socket.create_server(options.control, backlog=size)
+    except OSError as error:
+        raise WiredError(f"cannot listen at {options.control[0]}:{options.control[1]} (error: {error.errno})") from error
     deadline = time.monotonic() + JOIN_SECONDS
     with listener:
         while len(channels) < size - 1:
@@ -259,8 +277,6 @@ def _lead(options: Options, secret: str, link: RingLink) -> int:
         leave(ANEW)
 
     ranks = Ranks(channels, on_lost)
-    end = partial(os.kill, os.getpid(), signal.SIGTERM)
-    threading.Thread(target=_watch_parent, args=(sys.stdin, end), name="parent", daemon=True).start()
     from worker_mac import worker  # noqa: PLC0415 - what only the first Mac needs
 
     code = worker.main(options.worker, make_engine=partial(make_engine, ranks, link, macs), anew=anew)
