@@ -29,6 +29,8 @@ HACKING_STEPS: Final = 10
 """Steps of either of two stretches whose means tell whether looser and stricter marks part."""
 MARKS: Final = ("cover", "reward_mean")
 """Metrics of the loosest and the strictest mark of an answer."""
+LEAST_MISMATCH: Final = 0.004
+"""Mean |pi - mu| that int8 alone makes; no run's beginning counts as less."""
 LEAST_VERSIONS: Final = 3
 """Versions before which the share of changed codes is not compared with the usual one."""
 
@@ -40,6 +42,7 @@ _READ: Final = "read some of the newest episodes: a reward may be won without an
 ADVICE: Final[Mapping[str, str]] = {
     "gate_drop_rate": _FAR,
     "mismatch_mean": _FAR,
+    "mismatch_ratio": _FAR,
     "mismatch_climb": _FAR,
     "bad_fraction": _COLLAPSE,
     "ess_fraction": _FAR,
@@ -52,6 +55,8 @@ ADVICE: Final[Mapping[str, str]] = {
     "answer_words_ratio": _READ,
     "truncated_rate": "answers no longer fit the token limit, or the policy has stopped ending them",
     "malformed_rate": _READ,
+    "unanswered_rate": _READ,
+    "refused_wrong_state": "a Mac plays on weights that no version has, though it checks them itself: quarantine it and compare its build",
     "zero_variance_fraction": "the policy solves nearly all of its questions or none: use others",
     "staleness_beyond_fraction": "Macs take too long over a sweep: let them play fewer groups at once",
     "infra_fault_rate": "episodes end in faults that are not the policy's: look at the logs of the Macs",
@@ -135,6 +140,7 @@ def derived(metrics: Metrics, past: list[Metrics]) -> dict[str, float]:
         "entropy_start": _start(metrics["entropy"], past, "entropy_start", known),
         "cover_gap_start": _start(gap, past, "cover_gap_start", known),
         "answer_words_start": _start(metrics["answer_words_mean"], past, "answer_words_start", known),
+        "mismatch_start": _start(metrics["mismatch_mean"], past, "mismatch_start", known),
     }
     enough = len(past) >= LEAST_PAST
     norms = [one["grad_norm"] for one in past]
@@ -155,6 +161,7 @@ def derived(metrics: Metrics, past: list[Metrics]) -> dict[str, float]:
         "grad_norm_ratio": metrics["grad_norm"] / max(statistics.median(norms), 1e-30) if enough else 1.0,
         "logprob_positive_fall": max(0.0, (good - metrics["logprob_positive_mean"]) / max(-good, 1e-30)) if enough else 0.0,
         "mismatch_climb": metrics["mismatch_mean"] if rising else 0.0,
+        "mismatch_ratio": metrics["mismatch_mean"] / max(starts["mismatch_start"], LEAST_MISMATCH),
         "ess_fall": max(0.0, 1.0 - metrics["ess_fraction"] / max(before, 1e-30)),
     }
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoa.bucket.steps import Dropped, Refused
+from stoa.bucket.steps import Dropped, GroupMismatch, Refused
 from stoa.config.run import Gate
 from stoa.learning import gate as gate_reference
 from stoa.learning.staleness import histogram, lag_versions
@@ -25,6 +25,8 @@ NUM_PLACES = 4
 """Equal parts of an episode's sampled tokens whose mismatch is told apart."""
 BAD_FALL = 0.5
 """A token with a negative advantage whose probability fell by more than this is bad: arXiv 2602.04879, section 4."""
+FAR_NATS = 0.2
+"""A token whose two logprobs differ by more counts as far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ class Tokens:
         """One after another."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
-    def select(self, where: NDArray[np.bool_]) -> "Tokens":
-        """Those where `where` [S] is true."""
+    def select(self, where: NDArray[np.bool_] | NDArray[np.intp]) -> "Tokens":
+        """Those where `where` [S] is true, or in the places it lists."""
         return Tokens(*(getattr(self, name)[where] for name in self.__slots__))
 
 
@@ -116,6 +118,20 @@ def token_metrics(tokens: Tokens, gate: Gate) -> dict[str, float]:
     return metrics
 
 
+def group_mismatch(tokens: Tokens) -> GroupMismatch:
+    """What the tokens of one group say of their sampler; log ratios are clamped to +-20, as in the loss."""
+    far = mismatch(tokens)
+    log_ratio = np.clip(tokens.log_pi - tokens.log_mu, -20.0, 20.0)
+    ratio = np.exp(log_ratio)
+    return GroupMismatch(
+        mean=float(far.mean()),
+        k3=float(np.mean(ratio - 1.0 - log_ratio)),
+        p99=float(np.quantile(far, 0.99)),
+        far_share=float(np.mean(np.abs(log_ratio) > FAR_NATS)),
+        ratio_mean=float(ratio.mean()),
+    )
+
+
 def host_metrics(tokens: Tokens, gate: Gate) -> dict[str, float]:
     """What one host's tokens say of it: fields of `HostCounts`."""
     far = mismatch(tokens)
@@ -162,6 +178,7 @@ def group_metrics(groups: Sequence[Group], version: int, max_staleness: int) -> 
         "cover": _part_mean(groups, "cover"),
         "exact_match": _part_mean(groups, "exact_match"),
         "malformed_rate": _part_mean(groups, "malformed"),
+        "unanswered_rate": float(np.mean([episode.reward_parts.get("answer_words", 1.0) == 0 for episode in episodes])),
         "num_calls_mean": _part_mean(groups, "num_calls"),
         "answer_words_mean": _part_mean(groups, "answer_words"),
         "turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),

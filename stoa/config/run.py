@@ -246,8 +246,10 @@ class Alarms(Section):
     """Share of tokens with an advantage that the gate drops."""
     mismatch_mean: Alarm = Alarm(threshold=0.2, warn=0.1)
     """Mean |pi - mu| over sampled tokens."""
+    mismatch_ratio: Alarm = Alarm(threshold=8.0, warn=4.0)
+    """The same over its mean of the run's first 20 steps."""
     mismatch_climb: Alarm = Alarm(threshold=0.12, warn=0.05, action="pause")
-    """The same, while it has risen five steps in a row."""
+    """Mean |pi - mu|, while it has risen five steps in a row."""
     bad_fraction: Alarm = Alarm(threshold=0.15, warn=0.05, steps=2, action="pause")
     """Share of tokens with a negative advantage whose probability fell by more than 0.5."""
     ess_fraction: Alarm = Alarm(threshold=0.2, warn=0.5, action="pause")
@@ -266,6 +268,10 @@ class Alarms(Section):
     """Share of episodes that a token limit ended."""
     malformed_rate: Alarm = Alarm(threshold=0.5, warn=0.2)
     """Share of episodes that a malformed turn ended."""
+    unanswered_rate: Alarm = Alarm(threshold=0.5, warn=0.3)
+    """Share of episodes that ended without an answer, whatever ended them."""
+    refused_wrong_state: Alarm = Alarm(threshold=0.0)
+    """Groups refused since the step before because no version has the weights that they were played on."""
     zero_variance_fraction: Alarm = Alarm(threshold=0.9, warn=0.6)
     """Share of groups whose rewards are all equal."""
     answer_words_ratio: Alarm = Alarm(threshold=3.0, warn=2.0, steps=10)

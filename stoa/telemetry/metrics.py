@@ -67,6 +67,8 @@ CATALOGUE: Final = (
     Metric("eval_seen", "versions", "neither", "the version of the newest held-out result that alarms have judged, -1 for none"),
     Metric("grad_norm_ratio", "", "neither", "the gradient's norm over its median of the 20 steps before"),
     Metric("logprob_positive_fall", "", "lower", "how far logprob_positive_mean is below its mean of the 20 steps before, as a share"),
+    Metric("mismatch_start", "", "neither", "the mean mismatch_mean of the run's first 20 steps"),
+    Metric("mismatch_ratio", "", "lower", "mismatch_mean over that of the beginning, or over 0.004 if that is more"),
     Metric("mismatch_climb", "", "lower", "mismatch_mean if it has risen 5 steps in a row, else 0"),
     Metric("ess_fall", "", "lower", "how much of ess_fraction was lost over 5 steps, as a share"),
     # Staleness and the queue.
@@ -88,6 +90,7 @@ CATALOGUE: Final = (
     Metric("cover", "", "higher", "the share of answers that contain a gold answer as text"),
     Metric("exact_match", "", "higher", "the share of answers that are a gold answer"),
     Metric("malformed_rate", "", "lower", "the share of episodes that a malformed turn ended"),
+    Metric("unanswered_rate", "", "lower", "the share of episodes that ended without an answer"),
     Metric("num_calls_mean", "calls", "neither", "the mean number of tool calls of an episode"),
     Metric("answer_words_mean", "", "neither", "the mean number of words of an answer"),
     Metric("turns_mean", "turns", "neither", "the mean number of turns of an episode"),

@@ -23,6 +23,8 @@ QUIET = {
     "quarantined_share": 0.0,
     "truncated_rate": 0.0,
     "malformed_rate": 0.0,
+    "unanswered_rate": 0.0,
+    "refused_wrong_state": 0.0,
     "zero_variance_fraction": 0.1,
 }
 NEVER = {name: Alarm(threshold=-1e9 if name == "ess_fraction" else 1e9) for name in Alarms.model_fields}
@@ -173,6 +175,16 @@ def test_beginning_is_the_mean_of_the_first_steps_and_stays() -> None:
     assert starts[0] == 1.0
     assert starts[3] == pytest.approx(2.5)
     assert starts[19] == starts[59] == pytest.approx(10.5)
+
+
+def test_mismatch_is_held_against_the_beginning_but_not_against_less_than_int8_makes() -> None:
+    alarms = book(past=20, mismatch_ratio=Alarm(threshold=8.0))  # 0.01 in each of the 20 steps
+    assert alarms.ring({**QUIET, "mismatch_mean": 0.05}).metrics["mismatch_ratio"] == pytest.approx(5.0)
+    assert fired(alarms.ring({**QUIET, "mismatch_mean": 0.081})) == {"mismatch_ratio"}
+    exact = book()
+    for _ in range(20):
+        exact.ring({**QUIET, "mismatch_mean": 0.0})
+    assert exact.ring({**QUIET, "mismatch_mean": 0.02}).metrics["mismatch_ratio"] == pytest.approx(0.02 / 0.004)
 
 
 def test_mismatch_climbs_only_while_it_rises_five_steps_in_a_row() -> None:
