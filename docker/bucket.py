@@ -1,6 +1,7 @@
 """Starts the bucket of compose.yml with two keys: its owner's, and one for invited Macs that may only read what they need.
 
-Standard library only. The keys come from the environment and are written to a file that only this user can read.
+Standard library only. The keys come from the environment and are written to a file that only this user can read, in the
+folder that `-dir` names.
 """
 
 import json
@@ -23,7 +24,8 @@ def document(environ: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    path = "/data/keys.json"
+    (folder,) = (word.removeprefix("-dir=") for word in sys.argv if word.startswith("-dir="))
+    path = os.path.join(folder, "keys.json")
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(document(os.environ))
     os.execvp("weed", ["weed", *sys.argv[1:], f"-s3.config={path}"])  # noqa: S606 - this process becomes the server

@@ -1,18 +1,12 @@
-# The GPU box: trainer worker with its control child. Build from the project's root.
+# The GPU box: trainer worker with its control child. Build from the project's root. Nothing listens here, so there is no
+# health check: a worker whose engine hangs ends by itself, and Temporal notices one that is gone within its heartbeat.
 FROM python:3.11-slim
 WORKDIR /app
 RUN useradd --create-home --uid 1000 stoa && mkdir /state && chown stoa /state
-COPY constraints.txt pyproject.toml README.md LICENSE ./
-COPY stoa stoa
-COPY environments environments
-COPY activities activities
-COPY workflows workflows
-COPY metal metal
-COPY worker_mac worker_mac
-COPY trainer_gpu trainer_gpu
-COPY cli cli
+COPY . /source
+RUN pip install --no-cache-dir -c /source/constraints.txt "/source[gpu]"
 COPY configs configs
-RUN pip install --no-cache-dir -c constraints.txt -e ".[gpu]"
-USER stoa
+ENV STOA_STATE=/state
+USER 1000
 ENTRYPOINT ["python", "-m", "trainer_gpu.worker"]
 CMD ["configs/demo.toml"]
