@@ -46,6 +46,7 @@ _COMMANDS: Final = {
         "proxy": "Stand before Temporal for invited Macs.",
         "doctor": "Check this machine and its servers: each check passes, warns or fails, and says how to mend it.",
         "warmstart": "Teach a policy by demonstrations, on one Mac or several, before a run starts from it.",
+        "bundle": "Pack logs, versions, settings and the doctor's findings for who helps; secrets are removed.",
         "bench": "Measure tokens a second by width on this Mac and keep the width from which more groups hardly help.",
         "setup": "Make namespaces, search attributes and the bucket; safe to repeat.",
         "config": "Check a configuration file.",

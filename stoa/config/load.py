@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar, cast
@@ -53,6 +53,8 @@ KEPT_FILE: Final = "environment.json"
 TEMPORAL_SECRETS: Final = ("STOA_TEMPORAL_API_KEY", "STOA_TEMPORAL_CA", "STOA_TEMPORAL_CERT", "STOA_TEMPORAL_KEY")
 _KEPT: Final = (*_ENDPOINTS, *TEMPORAL_SECRETS, "STOA_BUCKET_KEY", "STOA_BUCKET_SECRET")
 """What a Mac's worker reads of the environment; never the key that signs a run."""
+_SECRET_WORDS: Final = ("SECRET", "TOKEN", "PASSW", "API_KEY", "ACCESS_KEY", "SIGNING_KEY", "BUCKET_KEY", "CREDENTIAL", "_SESSION")
+_SECRET_FILES: Final = ("signing.key", KEPT_FILE, "invite", "tickets")
 _SEED_BYTES: Final = 32
 _TOML_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 
@@ -286,6 +288,33 @@ def resolve_model_folder(config: RunConfig) -> Path:
             f"model = {config.model!r}: no folder of that name holds a config.json", hint=f"looked in {Path.cwd()} and {PROJECT_ROOT}"
         )
     return folder
+
+
+def known_secrets(folders: Iterable[Path] = (), *, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Secrets that this host knows: values of the environment by their names, and what the state folders keep.
+
+    For removing them from what leaves the host; printing them is never right.
+    """
+    source = os.environ if environ is None else environ
+    found = [value for name, value in source.items() if value and any(word in name.upper() for word in _SECRET_WORDS)]
+    for folder in folders:
+        for name in _SECRET_FILES:
+            for path in folder.rglob(name) if folder.is_dir() else ():
+                found += _values_in(path)
+    return tuple(dict.fromkeys(found))
+
+
+def _values_in(path: Path) -> list[str]:
+    """Every text in a small secret file: all of it, and where it is JSON each of its values."""
+    try:
+        text = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return []
+    try:
+        tree: object = json.loads(text)
+    except ValueError:
+        return [text]
+    return [value for value in tree.values() if isinstance(value, str)] if isinstance(tree, dict) else [text]
 
 
 @dataclass(frozen=True, slots=True)
