@@ -1,0 +1,69 @@
+"""One process of a warm start: `python -m worker_mac.warmstart SETTINGS [--resume]`, started by `stoa warmstart` or mlx.launch.
+
+SETTINGS is the JSON of `settings.Settings`, or `@FILE` with it. Events are JSON lines on standard output, rank 0's and any
+rank's fault; exit codes are those of the command.
+"""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from stoa.contracts.errors import StoaError, UsageError
+from stoa.telemetry import log
+from worker_mac.warmstart.ranks import NotMetError, Ranks
+from worker_mac.warmstart.run import warm_start
+from worker_mac.warmstart.settings import Settings
+
+DONE, FAILED, WRONG_USE, STOPPED = 0, 1, 2, 3
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run this rank; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m worker_mac.warmstart", description=__doc__)
+    parser.add_argument("settings", help="JSON, or @FILE")
+    parser.add_argument("--resume", action="store_true", help="go on from the saved state")
+    asked = parser.parse_args(arguments)
+    log.configure(level="warning", json_lines=False)
+    stop = _stop_signal()
+    try:
+        text = Path(asked.settings[1:]).read_text(encoding="utf-8") if asked.settings.startswith("@") else asked.settings
+        settings = Settings.from_json(text)
+        ranks = Ranks.join(settings.num_ranks, wait_seconds=settings.wait_seconds)
+
+        def tell(event: str, facts: dict[str, object]) -> None:
+            if ranks.rank == 0:
+                _say(event, facts)
+
+        result = warm_start(settings, ranks, tell, resume=asked.resume, stop=stop)
+    except StoaError as error:
+        _say(
+            "fault",
+            {"message": error.message, "hint": error.hint, "usage": isinstance(error, UsageError), "unmet": isinstance(error, NotMetError)},
+        )
+        return WRONG_USE if isinstance(error, UsageError) else FAILED
+    return STOPPED if result.stopped else DONE
+
+
+def _say(event: str, facts: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
+    sys.stdout.flush()
+
+
+def _stop_signal() -> Callable[[], bool]:
+    """Whether the process was asked to end; it ends after the present step, with its state saved."""
+    asked: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    return lambda: bool(asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
