@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from environments import copy_word
+from environments import copy_word, verifiers_v1
 from environments.base import Environment, Setting, unknown_name
 from environments.papersearchqa import env as papersearchqa
 from environments.search import env as search
@@ -11,6 +11,7 @@ _BUILDERS: dict[str, Callable[[Mapping[str, Setting], bytes], Environment]] = {
     search.NAME: search.create,
     copy_word.NAME: copy_word.create,
     papersearchqa.NAME: papersearchqa.create,
+    verifiers_v1.NAME: verifiers_v1.create,
 }
 
 

@@ -10,6 +10,8 @@ from environments import registry
 from environments.base import Environment, EpisodeOverError
 from stoa.contracts.errors import CheckpointError, UnknownNameError
 
+BUILT_IN = ("copy_word", "papersearchqa", "search")
+
 
 @pytest.fixture(scope="module")
 def copy_word(tokenizer_json: bytes) -> Environment:
@@ -17,8 +19,8 @@ def copy_word(tokenizer_json: bytes) -> Environment:
 
 
 def test_environments_are_known_by_name(tokenizer_json: bytes) -> None:
-    assert registry.names() == ["copy_word", "papersearchqa", "search"]
-    for name in registry.names():
+    assert registry.names() == ["copy_word", "papersearchqa", "search", "verifiers"]
+    for name in BUILT_IN:
         environment = registry.create(name, {}, tokenizer_json)
         assert environment.name == name
         train, held_out = environment.question_ids("train"), environment.question_ids("held_out")
@@ -34,7 +36,7 @@ def test_unknown_environment_names_the_nearest(tokenizer_json: bytes) -> None:
 
 def test_tokenizer_of_another_family_is_refused(tokenizer_json: bytes) -> None:
     foreign = tokenizer_json.replace(b"<|im_start|>", b"<start_of_turn>")
-    for name in registry.names():
+    for name in BUILT_IN:
         with pytest.raises(CheckpointError, match="im_start"):
             registry.create(name, {}, foreign)
 
