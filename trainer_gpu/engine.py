@@ -8,14 +8,14 @@ so a lost reply or a new process loses at most the steps since the last swap of 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import structlog
 
 from stoa.bucket import keys
-from stoa.bucket.steps import write_step
+from stoa.bucket.steps import Refused, write_step
 from stoa.contracts import names
 from stoa.contracts.errors import (
     FencedError,
@@ -33,6 +33,7 @@ from stoa.contracts.messages import (
     PublishRequest,
     StepRequest,
     StepResult,
+    Suspect,
 )
 from stoa.contracts.ports import Progress
 from stoa.weights.publisher import Prepared
@@ -123,8 +124,9 @@ class TrainerEngine:
                 return StepResult(
                     "stopped" if taken.stopping else "starved", request.step, wait_seconds=taken.wait_seconds, reason=taken.reason,
                     num_missing=taken.num_missing, oldest_version=taken.oldest_version,
+                    suspects=_suspects(lease, request.quarantined, lease.intake.refused),
                 )  # fmt: skip
-            return self._train(lease, request.step, taken, progress)
+            return self._train(lease, request, taken, progress)
 
     def publish(self, request: PublishRequest, progress: Progress) -> Published:
         """See `ports.PolicyTrainer`. One swap of HEAD names version, step and checkpoint together.
@@ -162,8 +164,9 @@ class TrainerEngine:
             self._lease.intake.close()
             self._lease.publisher.close(CLOSE_SECONDS)
 
-    def _train(self, lease: Lease, step: int, taken: Taken, progress: Progress) -> StepResult:
+    def _train(self, lease: Lease, request: StepRequest, taken: Taken, progress: Progress) -> StepResult:
         """One optimizer step and its manifest. If the manifest cannot be written, memory is ahead of the bucket: lost."""
+        step = request.step
         config, policy = self._handle.config, self._built(progress)
         started = time.time()
         try:
@@ -196,6 +199,7 @@ class TrainerEngine:
             self._drop_lease()
             raise
         lease.intake.settle()
+        lease.fleet.note(manifest)
         lease.step = step
         lease.settled |= {*taken.keys, *(d.key for d in taken.dropped), *(r.key for r in taken.refused)}
         lease.last_step = StepResult(
@@ -208,6 +212,7 @@ class TrainerEngine:
             wait_seconds=taken.wait_seconds,
             train_seconds=train_seconds,
             alarm=alarms.pause,
+            suspects=_suspects(lease, request.quarantined),
         )
         log.info("step_done", step=step, version=lease.version, wait_seconds=taken.wait_seconds, train_seconds=train_seconds)
         return lease.last_step
@@ -352,3 +357,11 @@ class TrainerEngine:
         progress.report(reason)
         if progress.cancelled or progress.stopping:
             raise ServiceUnavailableError(f"asked to end while {reason}")
+
+
+def _suspects(lease: Lease, shut_out: Sequence[str], pending: Sequence[Refused] = ()) -> tuple[Suspect, ...]:
+    """Macs that the run should shut out beside those that are; `pending`: groups refused since the last step."""
+    found = lease.fleet.suspects(shut_out=shut_out, pending=pending)
+    for suspicion in found:
+        log.warning("mac_suspected", host=suspicion.host, reason=suspicion.reason)
+    return tuple(Suspect(suspicion.host, suspicion.reason) for suspicion in found)

@@ -7,7 +7,7 @@ thread only fills; the engine's thread takes, settles or puts back. One Intake s
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -30,11 +30,12 @@ from stoa.learning.staleness import is_stale
 from stoa.rollouts.admit import DuplicateIndex, Reason, Rules, admit
 from stoa.rollouts.inbox import Arrival, Inbox
 from stoa.rollouts.records import Group
-from stoa.rollouts.shard import MAX_GROUP_BYTES
 from trainer_gpu.referee import Referee
 from trainer_gpu.versions import KnownVersions
 
 NUM_DOWNLOADS = 4
+MAX_FETCHED_BYTES = 256 * 1024 * 1024
+"""Objects that are fetched ahead of their admission take no more memory together, however many have arrived."""
 NOTE_AFTER_SECONDS = 1.0
 """A wait this long tells the admission ledger of dropped groups before the step's manifest can."""
 LATE_VERSIONS = 2
@@ -81,6 +82,13 @@ class _Tally:
     refused: Counter[str] = field(default_factory=Counter)
     num_sampled_tokens: int = 0
     newest: Group | None = None
+
+    def add(self, later: "_Tally") -> None:
+        """Take what came later into account too."""
+        self.num_accepted += later.num_accepted
+        self.refused += later.refused
+        self.num_sampled_tokens += later.num_sampled_tokens
+        self.newest = later.newest or self.newest
 
     def counts(self, *, quarantined: bool) -> HostCounts:
         if self.newest is None:
@@ -134,6 +142,10 @@ class Intake:
         )
         self._refused: list[Refused] = []
         self._tallies: dict[str, _Tally] = {}
+        self._num_told = 0
+        """Of the refused, those that the step in progress tells of; what comes meanwhile is the next one's."""
+        self._told: dict[str, _Tally] = {}
+        """Tallies the same."""
         self._noted = 0
         self._quarantined: frozenset[str] = frozenset()
         self._away = False
@@ -159,6 +171,12 @@ class Intake:
         with self._changed:
             self._quarantined = frozenset(hosts)
             self._buffer.drop_hosts(self._quarantined)
+
+    @property
+    def refused(self) -> tuple[Refused, ...]:
+        """Groups refused since the last step."""
+        with self._changed:
+            return tuple(self._refused)
 
     def take(self, version: int, progress: Progress, wait_seconds: float = 0.0) -> Taken | Starved:
         """Groups for one step with `version` newest; waits for them at most `wait_seconds`, reporting progress.
@@ -202,18 +220,26 @@ class Intake:
         """The manifest of the step is written."""
         with self._changed:
             self._buffer.settle()
-            self._refused.clear()
-            self._tallies.clear()
+            del self._refused[: self._num_told]
+            self._num_told = 0
+            self._told = {}
             self._noted = 0
 
     def put_back(self) -> None:
         """The step failed: its groups wait again."""
         with self._changed:
             self._buffer.put_back()
+            for host, tally in self._told.items():
+                tally.add(self._tallies.get(host, _Tally()))
+                self._tallies[host] = tally
+            self._num_told, self._told = 0, {}
 
     def _taken(self, groups: tuple[Group, ...], keys: tuple[str, ...], waited: float) -> Taken:
         drops = tuple(Dropped(drop.key, drop.reason) for drop in self._buffer.drops)
-        hosts = {name: tally.counts(quarantined=name in self._quarantined) for name, tally in self._tallies.items()}
+        # Those shut out are named in every step: what they did before must not count against them after a release.
+        self._num_told, self._told, self._tallies = len(self._refused), self._tallies, {}
+        tallies = {name: self._told.get(name, _Tally()) for name in self._told.keys() | self._quarantined}
+        hosts = {name: tally.counts(quarantined=name in self._quarantined) for name, tally in sorted(tallies.items())}
         return Taken(groups, keys, drops, tuple(self._refused), hosts, waited, self._metrics(keys))
 
     def _metrics(self, taken: tuple[str, ...]) -> dict[str, float]:
@@ -244,12 +270,20 @@ class Intake:
                 arrivals = self._look(max(0, oldest))
                 fresh = [arrival for arrival in arrivals if not self._dropped_unread(arrival)]
                 any_done = False
-                for arrival, data in zip(fresh, pool.map(self._read, fresh), strict=True):
-                    if self._closing.is_set():
-                        return
-                    any_done = self._admit(arrival, data) or any_done
+                for part in self._portions(fresh):
+                    for arrival, data in zip(part, pool.map(self._read, part), strict=True):
+                        if self._closing.is_set():
+                            return
+                        any_done = self._admit(arrival, data) or any_done
                 if not any_done:
                     self._closing.wait(self._learning.intake_poll_seconds)
+
+    def _portions(self, arrivals: Sequence[Arrival]) -> Iterator[list[Arrival]]:
+        """Arrivals by time, as many at once as fit in MAX_FETCHED_BYTES: of two that share episodes the later is the copy."""
+        size = max(1, MAX_FETCHED_BYTES // self._rules.max_group_bytes)
+        ordered = sorted(arrivals, key=lambda arrival: (arrival.modified_at, arrival.named.version, arrival.key))
+        for start in range(0, len(ordered), size):
+            yield ordered[start : start + size]
 
     def _look(self, oldest: int) -> tuple[Arrival, ...]:
         """What arrived; nothing while the bucket is away, however long that is: the engine's own calls say so."""
@@ -264,6 +298,9 @@ class Intake:
         return found
 
     def _dropped_unread(self, arrival: Arrival) -> bool:
+        if arrival.num_bytes > self._rules.max_group_bytes:
+            self._refuse(arrival, Reason.TOO_LARGE, f"{arrival.num_bytes} bytes, no group of this run has as many")
+            return True
         if arrival.named.host in self._quarantined:
             self._refuse(arrival, Reason.QUARANTINED, "its host is quarantined")
             return True
@@ -276,7 +313,7 @@ class Intake:
 
     def _read(self, arrival: Arrival) -> bytes | StoaError:
         try:
-            return self._store.get(arrival.key, max_bytes=MAX_GROUP_BYTES).data
+            return self._store.get(arrival.key, max_bytes=self._rules.max_group_bytes).data
         except (BucketError, ServiceUnavailableError) as error:
             return error
 
@@ -296,12 +333,12 @@ class Intake:
         except GroupRefusedError as error:
             self._refuse(arrival, error.reason, error.message)
         except ObjectTooLargeError as error:
-            self._refuse(arrival, Reason.MALFORMED, error.message)
+            self._refuse(arrival, Reason.TOO_LARGE, error.message)
         except (BucketError, ServiceUnavailableError, InfrastructureFaultError) as error:
             # Bytes lost on the way are asked for again; what is wrong in the bucket (the group, or the grant it was
             # played for) is wrong the second time too.
             if isinstance(error, BucketError) and arrival.key in self._read_twice:
-                self._refuse(arrival, Reason.MALFORMED, error.message)
+                self._refuse(arrival, Reason.UNREADABLE, error.message)
                 return True
             self._read_twice.add(arrival.key)
             self._inbox.put_back(arrival.key)

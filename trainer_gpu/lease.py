@@ -14,6 +14,8 @@ from stoa.bucket.steps import Dropped, write_drop_note
 from stoa.contracts.errors import FencedError, ObjectMissingError, ReplayedError, ServiceUnavailableError, UsageError
 from stoa.contracts.messages import AcquireRequest, Published, StepResult
 from stoa.contracts.ports import Progress
+from stoa.learning.fleet import FleetBook
+from stoa.rollouts.admit import DAMNING
 from trainer_gpu.alarms import AlarmBook
 from trainer_gpu.checkpoint import Facts, Identity, read_document
 from trainer_gpu.eval_watch import EvalWatch
@@ -41,6 +43,7 @@ class Lease:
     versions: KnownVersions
     alarms: AlarmBook
     eval_watch: EvalWatch
+    fleet: FleetBook
     version: int
     step: int
     step_manifest_key: str
@@ -111,8 +114,9 @@ def take_lease(
     publisher.load_published(head)
     intake = _intake(handle, policy, grants, versions, facts, token)
     alarms = AlarmBook.of_run(config.alarms, store, head)
+    fleet = FleetBook.of_run(store, head, DAMNING)
     watch, step_key, settled = EvalWatch(store, handle.run), facts.step_manifest_key, set(facts.settled)
-    return Lease(token, writer, publisher, intake, versions, alarms, watch, head.version, facts.step, step_key, settled), head
+    return Lease(token, writer, publisher, intake, versions, alarms, watch, fleet, head.version, facts.step, step_key, settled), head
 
 
 def _present_head(writer: HeadWriter, request: AcquireRequest) -> Head | None:

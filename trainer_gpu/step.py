@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from stoa.bucket.steps import GroupMismatch
 from stoa.config.run import Learning
 from stoa.rollouts.records import Group
 from trainer_gpu import host
 from trainer_gpu.gate_sample import Places, gate_sample
 from trainer_gpu.loss import dppo_loss
-from trainer_gpu.metrics import ReplayedRow, Tokens, group_metrics, place_metrics, replay_metrics, token_metrics
+from trainer_gpu.metrics import ReplayedRow, Tokens, group_metrics, group_mismatch, place_metrics, replay_metrics, token_metrics
 from trainer_gpu.model import recorded_routing, replayed_routing, token_logprobs_packed
 from trainer_gpu.parallel import Trainable
-from trainer_gpu.rows import Row, rows_of_rank
+from trainer_gpu.rows import Origin, Row, rows_of_rank
 
 COMPARE_EVERY_STEPS: Final = 4
 """How often what takes time is measured: the update's norm, and a row with the router's own choice beside the sampler's."""
@@ -39,6 +40,8 @@ class StepOutcome:
     tokens_of_host: dict[str, Tokens]
     gated: Mapping[int, Places] = field(default_factory=dict)
     """Number of a group -> tokens of its episodes that the gate dropped, of a few groups."""
+    mismatches: tuple[GroupMismatch, ...] = ()
+    """Of each group, in their order."""
 
 
 def optimizer_step(
@@ -79,11 +82,12 @@ def optimizer_step(
         return StepOutcome({}, 0, {})
     tokens = Tokens.concatenate([part for seen, _, _ in parts for part in seen])
     origins = [origin for _, found, _ in parts for origin in found]
-    owner = np.repeat(np.array([origin.host for origin in origins], np.str_), [origin.num_sampled for origin in origins])
+    num_sampled = [origin.num_sampled for origin in origins]
+    owner = np.repeat(np.array([origin.host for origin in origins], np.str_), num_sampled)
     metrics = {
         **group_metrics(groups, version, learning.max_staleness),
         **token_metrics(tokens, learning.gate),
-        **place_metrics(tokens, learning.gate, [origin.num_sampled for origin in origins], [version - o.version for o in origins]),
+        **place_metrics(tokens, learning.gate, num_sampled, [version - o.version for o in origins]),
         **replay_metrics([row for _, _, replay in parts for row in replay]),
         "infra_fault_rate": 1.0 - sum(len(group.episodes) for group in groups) / planned_sequences,
         "grad_norm": grad_norm,
@@ -93,7 +97,16 @@ def optimizer_step(
     }
     num_tokens = sum(group.num_tokens for group in groups)
     of_host = {str(name): tokens.select(owner == name) for name in np.unique(owner)}
-    return StepOutcome(metrics, num_tokens, of_host, gate_sample(tokens, origins, learning.gate))
+    sample = gate_sample(tokens, origins, learning.gate)
+    return StepOutcome(metrics, num_tokens, of_host, sample, _mismatches(tokens, origins))
+
+
+def _mismatches(tokens: Tokens, origins: Sequence[Origin]) -> tuple[GroupMismatch, ...]:
+    """Of each group in order. The tokens are those of `origins`, one after another."""
+    number_S = np.repeat([origin.group for origin in origins], [origin.num_sampled for origin in origins])
+    order_S = np.argsort(number_S, kind="stable")
+    cuts = np.flatnonzero(np.diff(number_S[order_S])) + 1
+    return tuple(group_mismatch(tokens.select(where)) for where in np.split(order_S, cuts))
 
 
 def _is_compared(step: int) -> bool:

@@ -35,4 +35,5 @@ def manifest_of(
         train_seconds,
         facts,
         {taken.keys[number]: places for number, places in outcome.gated.items()},
+        outcome.mismatches,
     )

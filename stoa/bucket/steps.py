@@ -43,6 +43,21 @@ class Refused(NamedTuple):
     reason: str
 
 
+class GroupMismatch(NamedTuple):
+    """How far the sampler's numbers of one group were from the trainer's, over its sampled tokens and before the step."""
+
+    mean: float
+    """Of |pi - mu|."""
+    k3: float
+    """Mean of pi / mu - 1 - ln(pi / mu)."""
+    p99: float
+    """99th percentile of |pi - mu|."""
+    far_share: float
+    """Share of tokens with |ln(pi / mu)| above 0.2."""
+    ratio_mean: float
+    """Mean of pi / mu: 1 in expectation for an honest sampler, however far the policy has moved."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostCounts:
     """What one host sent since the step before, and how far its numbers were from the trainer's."""
@@ -93,6 +108,8 @@ class StepManifest:
     facts: dict[str, str] = field(default_factory=dict)
     gated: dict[str, tuple[tuple[_Count, ...], ...]] = field(default_factory=dict)
     """Of a few of the consumed groups, each episode's dropped tokens: their places among its sampled tokens, from 0."""
+    mismatches: tuple[GroupMismatch, ...] = ()
+    """Of each consumed group, in their order."""
 
 
 @dataclass(frozen=True, slots=True)

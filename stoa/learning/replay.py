@@ -109,6 +109,8 @@ class ReplayBuffer:
         self._queue: dict[str, tuple[Waiting, Group]] = {}
         self._taken: dict[str, tuple[Waiting, Group]] = {}
         self._drops: list[Drop] = []
+        self._num_told = 0
+        """Of the drops, those that the step in progress tells of."""
         self._num_flat = 0
 
     @property
@@ -162,12 +164,14 @@ class ReplayBuffer:
         if choice.status == "no_signal":
             self._num_flat = 0
         self._taken = {key: self._queue.pop(key) for key in choice.taken}
+        self._num_told = len(self._drops)
         return choice, tuple(group for _, group in self._taken.values())
 
     def settle(self) -> None:
-        """The step manifest with the taken and dropped groups is written: forget them."""
+        """The step manifest with the taken groups and the drops up to then is written: forget them."""
         self._taken = {}
-        self._drops = []
+        del self._drops[: self._num_told]
+        self._num_told = 0
         self._num_flat = 0
 
     def put_back(self) -> None:

@@ -21,7 +21,7 @@ from stoa.bucket import keys
 from stoa.bucket.keys import GroupKey
 from stoa.contracts.errors import FormatError, GroupRefusedError, StoaError
 from stoa.rollouts.records import Episode, Group
-from stoa.rollouts.shard import decode_group
+from stoa.rollouts.shard import MAX_GROUP_BYTES, MAX_HEADER_BYTES, TURN_BYTES, decode_group
 
 
 class Reason(StrEnum):
@@ -39,8 +39,14 @@ class Reason(StrEnum):
     UNKNOWN_VERSION = "unknown_version"
     WRONG_STATE = "wrong_state"
     """Sampled from weights that are not the ones published as this version."""
+    TOO_LARGE = "too_large"
+    """More bytes than any group of this run can have."""
+    UNREADABLE = "unreadable"
+    """The group, or what it was granted, could not be read twice: a fault of the bucket."""
     NOT_GRANTED = "not_granted"
-    """The slot was not granted, or for another question."""
+    """The slot was not granted."""
+    WRONG_QUESTION = "wrong_question"
+    """The slot was granted for another question."""
     SLOT_TAKEN = "slot_taken"
     """The slot's group has come already, under another version: a sweep that was played again."""
     UNKNOWN_ENGINE = "unknown_engine"
@@ -69,7 +75,19 @@ class Reason(StrEnum):
     """The episode stops where the environment would go on and no limit is reached."""
     WRONG_REWARD = "wrong_reward"
     DUPLICATE = "duplicate"
-    """Episodes of an earlier group, too many and too unlikely to have been sampled twice."""
+    """Episodes of an earlier group, or one of its own several times, too unlikely to have been sampled twice."""
+
+
+DAMNING: Final = frozenset(Reason) - {
+    Reason.QUARANTINED,
+    Reason.BAD_KEY,
+    Reason.UNREADABLE,
+    Reason.UNKNOWN_VERSION,
+    Reason.NOT_GRANTED,
+    Reason.SLOT_TAKEN,
+    Reason.UNKNOWN_ENGINE,
+}
+"""Reasons that no honest Mac gives. The others come about by time, by an outage, or by the build of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +124,14 @@ class Rules:
     """Numeric fingerprints of engines that are taken; none: all are."""
     routing: tuple[int, int, int] | None = None
     """MoE layers, experts a token and experts, where routing is recorded; a group without it is refused then."""
+
+    @property
+    def max_group_bytes(self) -> int:
+        """Bytes that no group of this run exceeds, packed or unpacked."""
+        layers, top_k, _ = self.routing or (0, 0, 0)
+        token_bytes = 9 + layers * top_k  # id, mask, logprob, experts
+        episode_bytes = self.max_episode_tokens * token_bytes + self.max_turns * TURN_BYTES
+        return min(MAX_GROUP_BYTES, MAX_HEADER_BYTES + self.group_size * episode_bytes)
 
 
 PromptIdsOf = Callable[[str], Sequence[int]]
@@ -191,8 +217,10 @@ def admit(
     granted = None if rules.granted is None else rules.granted(named)
     if rules.granted is not None and granted is None:
         _refuse(Reason.NOT_GRANTED, key, f"sweep {named.sweep} of {named.host} has no grant for group {named.group}")
+    if len(data) > rules.max_group_bytes:
+        _refuse(Reason.TOO_LARGE, key, f"{len(data)} bytes, no group of this run has more than {rules.max_group_bytes}")
     try:
-        group = decode_group(data)
+        group = decode_group(data, max_bytes=rules.max_group_bytes)
     except FormatError as error:
         raise GroupRefusedError(Reason.MALFORMED, f"{key}: {error.message}") from error
     _check_group(group, named, key, rules, granted)
@@ -202,6 +230,8 @@ def admit(
     original = seen.copied_from(key, group)
     if original is not None:
         _refuse(Reason.DUPLICATE, key, f"it repeats {original}")
+    if _repeated_nats(group) >= _SURPRISE_NATS:
+        _refuse(Reason.DUPLICATE, key, "it repeats episodes of its own")
     group = replace(group, episodes=tuple(rescore_episode(episode, rules, rescore, key) for episode in group.episodes))
     seen.remember(key, group)
     return group
@@ -274,7 +304,7 @@ def _check_group(group: Group, named: GroupKey, key: str, rules: Rules, granted:
     if rules.fingerprints and group.fingerprint.numeric not in rules.fingerprints:
         _refuse(Reason.UNKNOWN_ENGINE, key, f"engine {group.fingerprint.engine[:80]!r} has no fingerprint that the run names")
     if granted is not None and group.question_id != granted:
-        _refuse(Reason.NOT_GRANTED, key, f"question {group.question_id!r} was not the one granted")
+        _refuse(Reason.WRONG_QUESTION, key, f"question {group.question_id!r} was not the one granted")
     if not rules.min_group_size <= len(group.episodes) <= rules.group_size:
         _refuse(Reason.GROUP_SIZE, key, f"{len(group.episodes)} episodes, not {rules.min_group_size} to {rules.group_size}")
     if group.temperature != 1.0:
@@ -340,6 +370,11 @@ def _surprises(group: Group) -> dict[bytes, list[float]]:
         digest = hashlib.blake2b(episode.ids.tobytes(), digest_size=16).digest()
         found.setdefault(digest, []).append(max(0.0, -float(episode.logprobs.sum(dtype=np.float64))))
     return found
+
+
+def _repeated_nats(group: Group) -> float:
+    """How unlikely the group's repeated episodes were, each time but the first."""
+    return sum(sum(sorted(found)[:-1]) for found in _surprises(group).values())
 
 
 def _slot(named: GroupKey) -> tuple[str, int, int]:

@@ -31,7 +31,7 @@ import safetensors
 import safetensors.numpy
 import zstandard
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, FailFast, Field, TypeAdapter
 
 from stoa.bucket.manifest import canonical, parse_canonical, validate
 from stoa.contracts.errors import FormatError
@@ -46,7 +46,11 @@ NUM_EPISODES: Final = {"train": (4, 8), "eval": (1, 256)}
 
 _LEVEL: Final = 3
 _MAX_WINDOW_BYTES: Final = 8 * 1024 * 1024
-_MAX_HEADER_BYTES: Final = 1024 * 1024
+MAX_HEADER_BYTES: Final = 1024 * 1024
+TURN_BYTES: Final = 16
+"""Of one row of turn_spans."""
+_LEAST_BLOCK_BYTES: Final = 256
+"""Of content, in the mean: a frame of many smaller blocks takes longer to look through than it can be worth."""
 _MAX_TURNS_AN_EPISODE: Final = 256
 _READ_BYTES: Final = 1024 * 1024
 _TENSORS: Final = {
@@ -108,7 +112,8 @@ class _Document:
     engine: _Name
     build: _Name
     timings: _TimingsDocument
-    episodes: Annotated[tuple[_EpisodeDocument, ...], Field(max_length=256)]
+    # A stranger's list may be long and all wrong: the first fault is enough.
+    episodes: Annotated[tuple[_EpisodeDocument, ...], FailFast(), Field(max_length=256)]
 
 
 _DOCUMENT: Final = TypeAdapter(_Document)
@@ -130,12 +135,12 @@ def encode_group(group: Group) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True, write_content_size=True).compress(content)
 
 
-def decode_group(data: bytes) -> Group:
+def decode_group(data: bytes, max_bytes: int = MAX_GROUP_BYTES) -> Group:
     """The group in `data`. Raises FormatError for anything that `encode_group` would not have written.
 
-    Arrays are read-only views of one buffer a tensor.
+    max_bytes: content beyond it is not unpacked, and raises FormatError. Arrays are read-only views of one buffer a tensor.
     """
-    content = _decompress(data)
+    content = _decompress(data, max_bytes)
     document = _read_document(_metadata(content))
     try:
         found = safetensors.deserialize(content)
@@ -144,15 +149,15 @@ def decode_group(data: bytes) -> Group:
     return _group({name: _array(name, spec) for name, spec in found}, document)
 
 
-def _decompress(data: bytes) -> bytes:
+def _decompress(data: bytes, max_bytes: int) -> bytes:
     try:
         frame = zstandard.get_frame_parameters(data)
         claimed = frame.content_size
-        if claimed in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR) or claimed > MAX_GROUP_BYTES:
-            raise FormatError(f"group: the frame does not declare a content size of at most {MAX_GROUP_BYTES} bytes")
+        if claimed in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR) or claimed > max_bytes:
+            raise FormatError(f"group: the frame does not declare a content size of at most {max_bytes} bytes")
         if frame.window_size > _MAX_WINDOW_BYTES or frame.dict_id:
             raise FormatError("group: the frame needs a dictionary or a window of more than 8 MiB")
-        if _frame_end(data, zstandard.frame_header_size(data), frame.has_checksum) != len(data):
+        if _frame_end(data, zstandard.frame_header_size(data), frame.has_checksum, claimed) != len(data):
             raise FormatError("group: the frame is cut off, or bytes follow it")
         reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(data)
         content = io.BytesIO()
@@ -165,10 +170,15 @@ def _decompress(data: bytes) -> bytes:
     return content.getvalue()
 
 
-def _frame_end(data: bytes, at: int, has_checksum: bool) -> int:
-    """Where the frame ends whose first block is at `at` (RFC 8878, 3.1.1.2): a stream reader would not miss a cut-off tail."""
+def _frame_end(data: bytes, at: int, has_checksum: bool, claimed: int) -> int:
+    """Where the frame ends whose first block is at `at` (RFC 8878, 3.1.1.2): a stream reader would not miss a cut-off tail.
+
+    -1 if it is cut off, or has more blocks than content of `claimed` bytes needs.
+    """
     last = False
-    while not last and at + 3 <= len(data):
+    num_left = 16 + claimed // _LEAST_BLOCK_BYTES
+    while not last and num_left and at + 3 <= len(data):
+        num_left -= 1
         block = int.from_bytes(data[at : at + 3], "little")
         last = bool(block & 1)
         at += 3 + (1 if (block >> 1) & 3 == 1 else block >> 3)
@@ -180,7 +190,7 @@ def _metadata(content: bytes) -> bytes:
     if len(content) < 8:
         raise FormatError("group: too short for a safetensors header")
     (num_bytes,) = struct.unpack_from("<Q", content)
-    if num_bytes > min(_MAX_HEADER_BYTES, len(content) - 8):
+    if num_bytes > min(MAX_HEADER_BYTES, len(content) - 8):
         raise FormatError(f"group: a safetensors header of {num_bytes} bytes")
     try:
         header = json.loads(content[8 : 8 + num_bytes])

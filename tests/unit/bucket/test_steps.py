@@ -11,6 +11,7 @@ from stoa.bucket.manifest import canonical
 from stoa.bucket.steps import (
     STEP_FORMAT,
     Dropped,
+    GroupMismatch,
     HostCounts,
     Refused,
     StepManifest,
@@ -46,6 +47,7 @@ def manifest(step: int = 1, *, epoch: int = 1000, parent_key: str = "", **change
         "wait_seconds": 0.25,
         "train_seconds": 1.0,
         "facts": {"gate_mode": "tv"},
+        "mismatches": (GroupMismatch(0.01, 0.002, 0.07, 0.03, 1.004),),
     }
     return StepManifest(**{**settings, **changes})
 

@@ -213,9 +213,9 @@ def test_a_key_of_another_run_is_refused():
 
 def test_only_the_granted_question_is_taken():
     assert judge(HONEST, rules=toy.rules(granted=lambda named: "q1")).question_id == "q1"
-    for granted in ("q2", None):
+    for granted, reason in (("q2", Reason.WRONG_QUESTION), (None, Reason.NOT_GRANTED)):
         rules = toy.rules(granted=lambda named, granted=granted: granted)
-        assert reason_of(lambda rules=rules: judge(HONEST, rules=rules)) == Reason.NOT_GRANTED
+        assert reason_of(lambda rules=rules: judge(HONEST, rules=rules)) == reason
 
 
 def test_routing_is_checked_where_the_run_records_it():
@@ -246,26 +246,31 @@ def test_a_fault_of_the_environment_that_may_pass_is_no_refusal():
 
 UNLIKELY = -9.0
 """Per token: a right episode of six sampled tokens then has e^-54."""
+DIFFERENT = (toy.RIGHT, ((6, 2, toy.STOP),), ((7, 4, toy.STOP), (5, 3, toy.STOP)), ((6, 4, toy.STOP),))
+
+
+def unlikely(logprob: float = UNLIKELY, **changes: object) -> Group:
+    """An honest group of different episodes, none of which is ever sampled twice."""
+    return toy.group(**{"logprob": logprob, "plays": DIFFERENT, **changes})
 
 
 def test_a_copy_of_another_hosts_group_is_refused():
     seen = DuplicateIndex()
-    judge(toy.group(logprob=UNLIKELY), seen=seen)
-    assert reason_of(lambda: judge(toy.group(logprob=UNLIKELY, host="mac-b"), seen=seen)) == Reason.DUPLICATE
+    judge(unlikely(), seen=seen)
+    assert reason_of(lambda: judge(unlikely(host="mac-b"), seen=seen)) == Reason.DUPLICATE
 
 
 def test_a_copy_in_another_order_of_another_version_is_refused():
     seen = DuplicateIndex()
-    judge(toy.group(logprob=UNLIKELY), seen=seen)
-    copy = toy.group(logprob=UNLIKELY, host="mac-b", version=4, plays=(toy.WRONG, toy.WRONG, toy.RIGHT, toy.RIGHT))
+    judge(unlikely(), seen=seen)
+    copy = toy.group(logprob=UNLIKELY, host="mac-b", version=4, plays=(*DIFFERENT[2:], *DIFFERENT[:2]))
     assert reason_of(lambda: judge(copy, seen=seen)) == Reason.DUPLICATE
 
 
 def test_one_unlikely_episode_among_fresh_ones_gives_a_copy_away():
     seen = DuplicateIndex()
-    judge(toy.group(logprob=UNLIKELY), seen=seen)
-    fresh = ((6, 3, toy.STOP),)
-    copy = toy.group(logprob=UNLIKELY, sweep=5, plays=(toy.RIGHT, fresh, fresh, fresh))
+    judge(unlikely(), seen=seen)
+    copy = toy.group(logprob=UNLIKELY, sweep=5, plays=(toy.RIGHT, ((6, 3, toy.STOP),), ((6, 5, toy.STOP),), ((6, 7, toy.STOP),)))
     assert reason_of(lambda: judge(copy, seen=seen)) == Reason.DUPLICATE
 
 
@@ -277,24 +282,31 @@ def test_likely_episodes_may_come_again():
 
 def test_claiming_an_episode_unlikely_does_not_shut_out_honest_ones():
     seen = DuplicateIndex()
-    judge(toy.group(logprob=-99.0), seen=seen)
+    judge(unlikely(logprob=-99.0), seen=seen)
     assert judge(toy.group(logprob=-0.1, host="mac-b"), seen=seen)
 
 
-def test_equal_episodes_within_a_group_are_no_duplicate():
-    assert judge(toy.group(logprob=UNLIKELY, plays=[toy.RIGHT] * 8))
+def test_equal_episodes_within_a_group_are_no_duplicate_unless_they_are_too_unlikely():
+    assert judge(toy.group(logprob=-0.5, plays=[toy.RIGHT] * 8))
+    assert reason_of(lambda: judge(toy.group(logprob=UNLIKELY, plays=[toy.RIGHT] * 4))) == Reason.DUPLICATE
+
+
+def test_a_group_larger_than_any_of_the_run_is_refused_undecoded():
+    rules = toy.rules()
+    assert rules.max_group_bytes == 1024 * 1024 + 8 * (40 * 9 + 3 * 16)
+    assert reason_of(lambda: judge(HONEST, data=bytes(rules.max_group_bytes + 1))) == Reason.TOO_LARGE
 
 
 def test_the_same_answer_to_another_question_is_no_duplicate():
     seen = DuplicateIndex()
-    judge(toy.group(logprob=UNLIKELY), seen=seen)
-    assert judge(toy.group(logprob=UNLIKELY, question_id="q2", sweep=1), seen=seen)
+    judge(unlikely(), seen=seen)
+    assert judge(unlikely(question_id="q2", sweep=1), seen=seen)
 
 
 def test_admitting_a_key_again_gives_the_same_group():
     seen = DuplicateIndex()
     for _ in range(3):
-        assert judge(toy.group(logprob=UNLIKELY), seen=seen).host == "mac-a"
+        assert judge(unlikely(), seen=seen).host == "mac-a"
 
 
 def test_a_sweep_played_again_under_another_version_brings_its_groups_once():
@@ -310,9 +322,9 @@ def test_a_sweep_played_again_under_another_version_brings_its_groups_once():
 def test_only_the_newest_groups_are_remembered():
     seen = DuplicateIndex(max_groups=2)
     for sweep in range(3):
-        judge(toy.group(logprob=UNLIKELY, question_id=f"q{sweep}", sweep=sweep), seen=seen)
-    assert judge(toy.group(logprob=UNLIKELY, question_id="q0", sweep=7), seen=seen)
-    assert reason_of(lambda: judge(toy.group(logprob=UNLIKELY, question_id="q2", sweep=8), seen=seen)) == Reason.DUPLICATE
+        judge(unlikely(question_id=f"q{sweep}", sweep=sweep), seen=seen)
+    assert judge(unlikely(question_id="q0", sweep=7), seen=seen)
+    assert reason_of(lambda: judge(unlikely(question_id="q2", sweep=8), seen=seen)) == Reason.DUPLICATE
 
 
 @settings(max_examples=60, deadline=None)

@@ -320,3 +320,37 @@ def test_decoded_arrays_cannot_be_written_to():
     found = decode_group(encode_group(toy.group()))
     with pytest.raises(ValueError, match="read-only"):
         found.episodes[0].ids[0] = 3
+
+
+def test_long_list_of_wrong_episodes_is_refused_at_the_first() -> None:
+    """Each has five faults; a message for every one of them would take seconds and much memory."""
+    content = bytearray(zstandard.ZstdDecompressor().decompress(encode_group(toy.group())))
+    (size,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + size])
+    document = json.loads(header["__metadata__"]["group"])
+    document["episodes"] = [{}] * 300_000
+    header["__metadata__"]["group"] = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(header).encode()
+    frame = zstandard.compress(struct.pack("<Q", len(text)) + text + bytes(content[8 + size :]))
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=r"episodes\.0"):
+        decode_group(frame)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def test_frame_of_many_empty_blocks_is_refused_before_they_are_walked() -> None:
+    blocks = b"\x00\x00\x00" * 1_000_000 + b"\x01\x00\x00"
+    frame = struct.pack("<IBQ", 0xFD2FB528, 0xE0, 4096) + blocks
+    assert zstandard.get_frame_parameters(frame).content_size == 4096
+    with pytest.raises(FormatError, match="cut off"):
+        decode_group(frame)
+
+
+def test_content_beyond_the_callers_limit_is_not_unpacked() -> None:
+    data = encode_group(toy.group())
+    num_bytes = len(zstandard.ZstdDecompressor().decompress(data))
+    assert decode_group(data, num_bytes).host == "mac-a"
+    with pytest.raises(FormatError, match="content size"):
+        decode_group(data, num_bytes - 1)

@@ -122,7 +122,7 @@ def test_group_whose_grant_is_damaged_is_refused_and_holds_nothing_up(store: Sto
         taken = intake.take(5, Reports())
         assert isinstance(taken, Taken)
         assert set(taken.keys) == good
-        assert [(r.key, r.reason) for r in taken.refused] == [(damaged, "malformed")]
+        assert [(r.key, r.reason) for r in taken.refused] == [(damaged, "unreadable")]
         assert num_asked == 2
 
 
@@ -255,3 +255,72 @@ def test_short_wait_says_how_many_groups_are_missing_and_how_old_they_may_be(sto
     assert (starved.num_missing, starved.oldest_version, starved.stopping) == (1, 3, False)
     put(store, group(1))
     assert isinstance(intake.take(5, Reports()), Taken)
+
+
+def test_object_larger_than_any_group_is_refused_unread(store: Store, intake: Intake) -> None:
+    key = put(store, group(5), data=bytes(2 << 20))
+    good = {put(store, group(slot)) for slot in (0, 1)}
+    time.sleep(0.5)
+    taken = intake.take(5, Reports())
+    assert isinstance(taken, Taken)
+    assert set(taken.keys) == good
+    assert [(r.key, r.reason) for r in taken.refused] == [(key, "too_large")]
+    assert intake.refused == taken.refused
+
+
+def test_copy_that_claims_an_older_version_is_refused_and_not_the_original(store: Store, noted: list[Dropped]) -> None:
+    """Both are met in one look: the copy would come first by version, but it came later."""
+    original = replace(group(0, version=5), episodes=tuple(answer_of(QUESTIONS[0], right=i < 2) for i in range(4)))
+    rare = tuple(replace(e, logprobs=np.full(len(e.logprobs), -40.0, np.float32)) for e in (original.episodes[0], original.episodes[2]))
+    original = replace(original, episodes=(*rare, *original.episodes[:2]))
+    first = put(store, original)
+    time.sleep(1.1)  # the bucket's clock counts seconds
+    copy = put(store, replace(original, host="thief", version=3, state_id="state-3"))
+    put(store, group(1))
+    for intake in _made(store, noted, settled=()):
+        taken = intake.take(5, Reports())
+        assert isinstance(taken, Taken)
+        assert first in taken.keys
+        deadline = time.monotonic() + 10
+        while not intake.refused and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [(r.key, r.host, r.reason) for r in intake.refused] == [(copy, "thief", "duplicate")]
+
+
+def test_those_shut_out_are_named_with_every_step(store: Store, intake: Intake) -> None:
+    intake.quarantine(["liar"])
+    for slot in (0, 1):
+        put(store, group(slot))
+    taken = intake.take(5, Reports())
+    assert isinstance(taken, Taken)
+    assert (taken.hosts["liar"].quarantined, taken.hosts["liar"].accepted) == (True, 0)
+    assert not taken.hosts["mac"].quarantined
+
+
+def test_what_is_refused_or_dropped_while_a_step_is_taken_is_told_by_the_next(store: Store, intake: Intake) -> None:
+    """It was forgotten when the step was settled: its group never left the ledger, and its host was not blamed."""
+    for slot in (0, 1):
+        put(store, group(slot))
+    taken = intake.take(5, Reports())
+    assert isinstance(taken, Taken)
+    assert (taken.refused, taken.dropped) == ((), ())
+    lie = group(2, host="liar")
+    key = put(store, replace(lie, episodes=tuple(replace(e, reward=1.0) for e in lie.episodes)))
+    flat = put(store, group(3, 0, host="flat"))
+    deadline = time.monotonic() + 10
+    while not intake.refused and time.monotonic() < deadline:
+        time.sleep(0.05)
+    intake.settle()
+    assert [r.key for r in intake.refused] == [key]
+    for slot in (4, 5):
+        put(store, group(slot))
+    after = intake.take(5, Reports())
+    assert isinstance(after, Taken)
+    assert [(r.key, r.reason) for r in after.refused] == [(key, "wrong_reward")]
+    assert after.hosts["liar"].refused == {"wrong_reward": 1}
+    assert [d.key for d in after.dropped] == [flat]
+    intake.put_back()
+    again = intake.take(5, Reports())
+    assert isinstance(again, Taken)
+    assert again.hosts["liar"].refused == {"wrong_reward": 1}, "a step that failed has told nobody"
+    assert again.hosts["mac"].accepted == after.hosts["mac"].accepted

@@ -14,7 +14,7 @@ from stoa.rollouts.records import Group
 from stoa.telemetry.metrics import find
 from tests.unit.trainer_gpu.player import POLICY, group_of, play, search
 from trainer_gpu.convert import load_hub
-from trainer_gpu.metrics import Tokens, host_metrics, place_metrics
+from trainer_gpu.metrics import Tokens, group_mismatch, host_metrics, place_metrics
 from trainer_gpu.model import build_model, read_model_config, recorded_routing, token_logprobs_packed
 from trainer_gpu.parallel import Trainable, build_optimizer
 from trainer_gpu.rows import share
@@ -230,3 +230,14 @@ def test_rows_are_reported_while_they_finish(groups: list[Group]) -> None:
     small = LEARNING.model_copy(update={"micro_batch_tokens": 128})
     optimizer_step(trainable(), groups, small, version=5, step=1, planned_sequences=24, on_row=holder.report)
     assert seen[-1] == f"row {len(seen)} of {len(seen)}"
+
+
+def test_mismatch_of_a_group_by_hand() -> None:
+    pi, mu = np.array([0.5, 0.8, 0.9, 0.3]), np.array([0.4, 0.8, 0.6, 0.6])
+    found = group_mismatch(Tokens(np.log(pi), np.log(mu), np.ones(4), np.zeros(4)))
+    assert found.mean == pytest.approx((0.1 + 0.0 + 0.3 + 0.3) / 4)
+    assert found.ratio_mean == pytest.approx((1.25 + 1.0 + 1.5 + 0.5) / 4)
+    # r - 1 - ln r of 1.25, 1, 1.5 and 0.5
+    assert found.k3 == pytest.approx((0.0268564 + 0.0 + 0.0945349 + 0.1931472) / 4, abs=1e-6)
+    assert found.far_share == pytest.approx(3 / 4)
+    assert 0.29 < found.p99 <= 0.3 + 1e-12

@@ -1,0 +1,190 @@
+"""Six honest Macs and four that cheat, on the trainer itself: how many sweeps until each cheat is suspected, and only they.
+
+Sweeps are played by MLX on the published weights, put into a real bucket under real grants, admitted and trained on by
+`TrainerEngine`; what it suspects is shut out from the next step on, as the run's workflow would do. There is no
+Temporal, and no time between two machines.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from benchmarks.hostile import copied, inflated, invented_results, key_of
+from benchmarks.sweeps import POLICY, Player, demo_environment, demo_layout, first_state, move_state
+from cli.canary import Quiet
+from stoa.bucket.head import read_head
+from stoa.bucket.manifest import Signer, read_manifest
+from stoa.bucket.run_document import claim_run, new_run, upload_model_files
+from stoa.bucket.store import Store
+from stoa.config.load import LOOPBACK_KEY, LOOPBACK_SECRET, Credentials, load_run
+from stoa.config.run import Bucket, RunConfig
+from stoa.contracts.messages import AcquireRequest, PublishRequest, StepRequest
+from stoa.learning.ledger import GrantRecord
+from stoa.rollouts.records import Episode, Group
+from stoa.rollouts.shard import encode_group
+from trainer_gpu.engine import TrainerEngine
+from trainer_gpu.grant_book import GrantBook
+from trainer_gpu.publish import host_tensors
+from trainer_gpu.run_handle import RunHandle
+
+RUN: Final = "distrust"
+NUM_HONEST: Final = 6
+MOST_SWEEPS: Final = 3
+EDITED_SHARE: Final = 0.1
+EDITED_NATS: Final = 0.3
+WAIT_SECONDS: Final = 2.0
+DEMO: Final = Path(__file__).parents[1] / "configs" / "demo.toml"
+
+Cheat = Callable[[Group, Sequence[Group], np.random.Generator], Group]
+
+
+@dataclass(frozen=True, slots=True)
+class Caught:
+    """When each cheat was suspected, in sweeps that it had sent, and for what."""
+
+    sweeps: dict[str, int]
+    reasons: dict[str, str]
+    honest_suspected: tuple[str, ...]
+    num_groups_sent: int
+    num_steps: int
+
+    @property
+    def sweeps_before_quarantine(self) -> int:
+        """Of the cheat that lasted longest; one more than were played if one was never suspected."""
+        return max(self.sweeps.get(name, MOST_SWEEPS + 1) for name in CHEATS)
+
+
+def edited_logprobs(group: Group, chance: np.random.Generator) -> Group:
+    """A tenth of each episode's tokens, at least one, called 0.3 nat more or less likely than they were; none above 0."""
+
+    def change(episode: Episode) -> Episode:
+        logprobs = episode.logprobs.copy()
+        num = max(1, int(np.ceil(EDITED_SHARE * len(logprobs))))
+        places = chance.choice(len(logprobs), size=num, replace=False)
+        moved = logprobs[places] + EDITED_NATS * chance.choice([-1.0, 1.0], size=num)
+        logprobs[places] = np.where(moved > 0.0, logprobs[places] - EDITED_NATS, moved)
+        return replace(episode, logprobs=logprobs)
+
+    return replace(group, episodes=tuple(change(episode) for episode in group.episodes))
+
+
+CHEATS: Final[dict[str, Cheat]] = {
+    "inflates": lambda group, others, chance: inflated(group, chance),
+    "edits": lambda group, others, chance: edited_logprobs(group, chance),
+    "copies": lambda group, others, chance: copied(group, others[int(chance.integers(len(others)))], chance),
+    "invents": lambda group, others, chance: invented_results(group, chance),
+}
+"""Name of the Mac -> what it sends in place of the group that it should have, given what others sent."""
+
+
+def catch(store: Store | None = None, *, seed: int = 0, groups_a_sweep: int = 8) -> Caught:
+    """Play and train until every cheat is suspected, at most MOST_SWEEPS sweeps; on `store`, or a bucket of its own."""
+    if store is not None:
+        return _catch(store, seed, groups_a_sweep)
+    with _own_bucket() as own:
+        return _catch(own, seed, groups_a_sweep)
+
+
+def _catch(store: Store, seed: int, groups_a_sweep: int) -> Caught:
+    config = load_run(DEMO, ())
+    learning = config.learning.model_copy(update={"starved_seconds": 10.0, "intake_poll_seconds": 0.05})
+    config = config.model_copy(update={"run": RUN, "model": str(POLICY), "bucket": store.settings, "learning": learning})
+    signer = Signer.generate()
+    files = upload_model_files(store, RUN, POLICY)
+    document = claim_run(store, new_run(config, signer, layout_id=demo_layout().layout_id, model_files=files), signer)
+    trainer = TrainerEngine(RunHandle(store, document, signer, demo_environment(), POLICY, "distrust"))
+    try:
+        return _Fleet(store, config, trainer, signer.public_key, seed, groups_a_sweep).play()
+    finally:
+        trainer.close()
+
+
+class _Fleet:
+    """Ten Macs in one process, and their trainer."""
+
+    def __init__(self, store: Store, config: RunConfig, trainer: TrainerEngine, public_key: str, seed: int, groups_a_sweep: int) -> None:
+        self._store, self._config, self._trainer, self._public_key = store, config, trainer, public_key
+        self._quiet = Quiet()
+        self._token = trainer.acquire(AcquireRequest(RUN, 1), 1, self._quiet).token
+        self._tensors = partial(host_tensors, trainer.prepare())
+        self._state = first_state(trainer.prepare().layout, self._tensors())
+        self._past = [self._state.copy()]
+        self._player = Player(self._state)
+        self._questions = self._player.environment.question_ids("train")
+        self._chance = np.random.default_rng(seed)
+        self._seed, self._groups = seed, groups_a_sweep
+        self._book = GrantBook(store, RUN)
+        self._num_asked = self._num_sent = self._step = 0
+        self._sweeps: dict[str, int] = {}
+        self._reasons: dict[str, str] = {}
+
+    def play(self) -> Caught:
+        """Sweep after sweep of every Mac that is not shut out, then steps while there are groups, then a version."""
+        hosts = [*(f"honest-{number}" for number in range(1, NUM_HONEST + 1)), *CHEATS]
+        for sweep in range(MOST_SWEEPS):
+            sent: list[Group] = []
+            for place, host in enumerate(host for host in hosts if host not in self._reasons):
+                sent += self._send(host, sweep, max(0, len(self._past) - 1 - (place + sweep) % 2), sent)
+            self._train(sweep + 1)
+            if set(CHEATS) <= set(self._reasons):
+                break
+            self._publish()
+        honest = tuple(sorted(set(self._reasons) - set(CHEATS)))
+        return Caught(self._sweeps, self._reasons, honest, self._num_sent, self._step)
+
+    def _send(self, host: str, sweep: int, version: int, others: Sequence[Group]) -> list[Group]:
+        asked = tuple(self._questions[(self._num_asked + i) % len(self._questions)] for i in range(self._groups))
+        self._book.write(GrantRecord(host, sweep, self._num_asked, asked, 0.0, 0))
+        self._num_asked += self._groups
+        size = self._config.rollout.group_size
+        played = self._player.play(self._past[version], asked, group_size=size, version=version, sweep=self._num_asked, seed=self._seed)
+        honest = [replace(group, run=RUN, host=host, sweep=sweep) for group in played]
+        for group in honest:
+            told = CHEATS[host](group, others, self._chance) if host in CHEATS else group
+            self._store.create(key_of(group), encode_group(told))
+            self._num_sent += 1
+        return honest
+
+    def _train(self, num_sweeps: int) -> None:
+        """Steps until nothing more is admitted, refused or used: two waits in a row end alike."""
+        before = -1
+        while True:
+            request = StepRequest(RUN, self._token, self._step + 1, WAIT_SECONDS, tuple(self._reasons))
+            result = self._trainer.train_step(request, self._quiet)
+            for suspect in result.suspects:
+                self._reasons[suspect.host] = suspect.reason
+                self._sweeps[suspect.host] = num_sweeps
+            if result.status == "done":
+                self._step, before = result.step, -1
+            elif result.num_missing == before:
+                return
+            else:
+                before = result.num_missing
+
+    def _publish(self) -> None:
+        self._trainer.publish(PublishRequest(RUN, self._token, self._step, anchor=False, checkpoint=False, announce=True), self._quiet)
+        move_state(self._state, self._tensors(), self._config.publish.hysteresis)
+        self._past.append(self._state.copy())
+        head = read_head(self._store, RUN, self._public_key)[0]
+        published = read_manifest(self._store, RUN, head.manifest_key, head.manifest_sha256, self._public_key).state_id
+        assert self._state.state_id() == published, "sweeps must be played on the weights that were published"
+
+
+@contextmanager
+def _own_bucket() -> Iterator[Store]:
+    from cli.processes import Household
+    from cli.services import start_bucket
+
+    credentials = Credentials(LOOPBACK_KEY, LOOPBACK_SECRET)
+    with tempfile.TemporaryDirectory() as name, Household(Path(name)) as house:
+        folder = Path(name)
+        endpoint = start_bucket(house, folder / "bucket", folder / "logs", credentials)
+        store = Store(Bucket(endpoint=endpoint, name=RUN, head_interval_seconds=0.0), credentials, patience_seconds=30.0)
+        store.ensure_bucket()
+        yield store
