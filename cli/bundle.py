@@ -94,7 +94,8 @@ def logs_in(folders: Iterable[Path]) -> list[tuple[str, Path]]:
     found: dict[Path, str] = {}
     for folder in folders:
         for log in sorted(folder.rglob("*.log")) if folder.is_dir() else ():
-            if log.is_file() and not log.is_symlink():
+            # Databases keep journals of that ending too, under numbers.
+            if log.is_file() and not log.is_symlink() and not log.stem.isdecimal():
                 found.setdefault(log.resolve(), f"{folder.name}/{log.relative_to(folder)}")
     newest = sorted(found, key=lambda log: (-log.stat().st_mtime, str(log)))[:MOST_LOGS]
     return sorted((found[log], log) for log in newest)
@@ -136,4 +137,4 @@ def _status(config: RunConfig, run: str) -> str:
 def _metrics(config: RunConfig, run: str) -> str:
     store = _store(config)
     record = Collector(read_run(store, run), store, None).collect()
-    return "".join(json.dumps(row) + "\n" for row in metric_rows(record))
+    return "".join(json.dumps(row.tree()) + "\n" for row in metric_rows(record))

@@ -34,6 +34,7 @@ _COMMANDS: Final = {
         "fleet": "The Macs of a run, the fastest first, and why the slowest is slow.",
         "episode": "Read what a Mac played: turns, tool calls, rewards, which tokens were learned from.",
         "report": "Write report.json, metrics.jsonl, report.html and plots of a run.",
+        "metrics": "Give a run's metrics to standard output, a file, a Prometheus page, trackio or wandb.",
         "export": "Make a folder of a run's weights that other tools open.",
         "weights": "Look at, check, compare and clear the published weights of a run.",
     },

@@ -4,7 +4,7 @@ The page needs no network and no script. Numbers are `summary.py`'s, figures are
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -15,6 +15,7 @@ from cli.report.plots import Plot, draw_all
 from cli.report.record import RunRecord
 from cli.report.summary import Summary, Survived, summarise
 from cli.say import bytes_text, counted, time_text
+from stoa.telemetry.sinks import MetricRow
 
 TEMPLATE: Final = "report.html.jinja"
 
@@ -32,17 +33,16 @@ def write_report(record: RunRecord, folder: Path) -> Summary:
 
 def write_metrics(record: RunRecord, path: Path) -> None:
     """One line a step, version and evaluation, in order of time."""
-    _write(path, "".join(json.dumps(row) + "\n" for row in metric_rows(record)))
+    _write(path, "".join(json.dumps(row.tree()) + "\n" for row in metric_rows(record)))
 
 
-def metric_rows(record: RunRecord) -> Iterator[Mapping[str, object]]:
-    """Rows {time, kind, step or version, metrics}; an evaluation stands where its version was published."""
-    published = {row.version: row.published_at for row in record.versions}
-    rows: list[tuple[float, Mapping[str, object]]] = []
+def metric_rows(record: RunRecord) -> Iterator[MetricRow]:
+    """Rows in order of time; an evaluation stands where its version was published."""
+    published = {row.version: row for row in record.versions}
+    rows: list[MetricRow] = []
     for step in record.steps:
-        done = step.started_at + step.train_seconds
         metrics = {**step.metrics, "wait_seconds": step.wait_seconds, "train_seconds": step.train_seconds}
-        rows.append((done, {"time": done, "kind": "step", "step": step.step, "version": step.version, "metrics": metrics}))
+        rows.append(MetricRow(step.started_at + step.train_seconds, "step", step.step, step.version, metrics))
     for row in record.versions:
         metrics = {
             "delta_bytes": row.delta_bytes,
@@ -50,13 +50,13 @@ def metric_rows(record: RunRecord) -> Iterator[Mapping[str, object]]:
             "changed_fraction": row.changed_fraction,
             "publish_latency_seconds": row.latency_seconds,
         }
-        line = {"time": row.published_at, "kind": "version", "version": row.version, "step": row.step, "metrics": metrics}
-        rows.append((row.published_at, line))
+        rows.append(MetricRow(row.published_at, "version", row.step, row.version, metrics))
     for result in record.evaluations:
-        at = published.get(result.version, record.started_at)
+        version = published.get(result.version)
+        at, step = (version.published_at, version.step) if version is not None else (record.started_at, 0)
         metrics = {name: value for name, value in asdict(result).items() if isinstance(value, int | float) and name != "version"}
-        rows.append((at, {"time": at, "kind": "evaluation", "version": result.version, "metrics": metrics}))
-    yield from (line for _, line in sorted(rows, key=lambda pair: pair[0]))
+        rows.append(MetricRow(at, "evaluation", step, result.version, metrics))
+    yield from sorted(rows, key=lambda row: row.time)
 
 
 def page(record: RunRecord, summary: Summary, plots: tuple[Plot, ...]) -> str:

@@ -100,6 +100,7 @@ def test_of_a_long_log_its_end_is_told_from_the_beginning_of_a_line(state: Path,
     log = state / "mac" / "worker.log"
     log.write_text("first line\n" + "x" * 99 + "\n" + ("y" * 99 + "\n") * (LOG_BYTES // 100))
     (state / "mac" / "link.log").symlink_to("/etc/hostname")
+    (state / "mac" / "000003.log").write_bytes(b"a database's journal")
     assert [name for name, _ in logs_in([state])] == ["state/mac/worker.log"]
     text = tail(log)
     assert "first line" not in text and text.startswith("y" * 99 + "\n") and len(text) <= LOG_BYTES

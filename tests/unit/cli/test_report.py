@@ -133,7 +133,7 @@ def test_metric_rows_come_in_order_of_time_with_kind_and_number(folder: Path) ->
 
 
 def test_anchor_bytes_are_told_once_of_each_anchor() -> None:
-    sizes = [row["metrics"]["anchor_bytes"] for row in metric_rows(record()) if row["kind"] == "version"]  # type: ignore[index]
+    sizes = [row.metrics["anchor_bytes"] for row in metric_rows(record()) if row.kind == "version"]
     assert sizes == [40_000, 0, 0]
 
 
