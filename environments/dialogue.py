@@ -1,19 +1,21 @@
-"""The turn loop of an environment with tools: sampled turns in, the state after the last one out.
+"""The turn loop of an environment, and an environment that is made of it: sampled turns in, the state after the last one out.
 
-An environment says how a call is run and what an answer looks like; who may call how often, what follows a malformed turn
-and when no more fits is decided here, once for all of them. It may assume the checkpoint's chat format.
+A task says how a call is run, what an answer looks like and what it is worth; who may call how often, what follows a
+malformed turn and when no more fits is decided here, once for all of them. It may assume the checkpoint's chat format.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from environments.base import EpisodeOverError, Limits, Reply
+from environments.base import EpisodeOverError, Limits, Outcome, Question, Reply, Split, unknown_name
 from stoa.chat.render import ChatRenderer, Message
 from stoa.chat.tools import ToolCall
 from stoa.chat.turns import Fault, Turn, read_turn
 
-_REMEMBERED_TURNS = 65536
+_REMEMBERED = 65536
+_MOST_NAMES = 10_000
+"""Names that a mistyped one is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,15 @@ class Progress:
     def answered(self) -> bool:
         """Whether the episode ended with an answer."""
         return self.reply.stop_reason == "answered"
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What every task reports of an episode: searched and malformed (0 or 1), and num_calls."""
+        return {
+            "searched": float(self.num_calls > 0),
+            "num_calls": float(self.num_calls),
+            "malformed": float(self.reply.stop_reason == "malformed"),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +67,9 @@ class ToolDialogue:
         renderer: ChatRenderer,
         limits: Limits,
         *,
-        max_calls: int,
-        run_tool: Callable[[ToolCall], Message | None],
         answer_of: Callable[[str], str | None],
+        max_calls: int = 0,
+        run_tool: Callable[[ToolCall], Message | None] = lambda call: None,
         correction: Message | None = None,
         max_corrections: int = 0,
     ) -> None:
@@ -67,7 +78,7 @@ class ToolDialogue:
         self._correction = None if correction is None else renderer.follow([correction])
         self._max_corrections = max_corrections
         # Trouble of a tool is raised, and what raises is not remembered.
-        self._read = lru_cache(maxsize=_REMEMBERED_TURNS)(self._read_turn)
+        self._read = lru_cache(maxsize=_REMEMBERED)(self._read_turn)
 
     def last(self, question_id: str, prompt_tokens: int, turns: Sequence[Sequence[int]]) -> Progress:
         """The state after all of `turns`, of an episode whose prompt has `prompt_tokens` tokens.
@@ -125,3 +136,58 @@ class ToolDialogue:
                 return _Read(turn, None, None)
             results.append(result)
         return _Read(turn, tuple(results), None)
+
+
+class DialogueEnvironment:
+    """See `environments.base.Environment`: a list of questions, each played by one turn loop.
+
+    `messages(question)` is the dialogue before the first sampled turn; `outcome(question, progress)` what an episode is
+    worth, given the state after its last turn.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        questions: Iterable[Question],
+        renderer: ChatRenderer,
+        limits: Limits,
+        dialogue: ToolDialogue,
+        *,
+        messages: Callable[[Question], Sequence[Message]],
+        outcome: Callable[[Question, Progress], Outcome],
+    ) -> None:
+        self.name, self.limits = name, limits
+        self.stop_ids = frozenset({renderer.special.im_end})
+        self._questions = {question.id: question for question in questions}
+        self._renderer, self._dialogue = renderer, dialogue
+        self._messages, self._outcome = messages, outcome
+        self._prompt = lru_cache(maxsize=_REMEMBERED)(self._render_prompt)
+
+    def question_ids(self, split: Split) -> tuple[str, ...]:
+        """In the order they were given."""
+        return tuple(question.id for question in self._questions.values() if question.split == split)
+
+    def question(self, question_id: str) -> Question:
+        """The question of this id; UnknownNameError if there is none."""
+        found = self._questions.get(question_id)
+        if found is None:
+            raise unknown_name(f"question of environment {self.name}", question_id, list(self._questions)[:_MOST_NAMES])
+        return found
+
+    def prompt_ids(self, question_id: str) -> tuple[int, ...]:
+        """The dialogue before the first sampled turn."""
+        return self._prompt(question_id)
+
+    def reply(self, question_id: str, turns: Sequence[Sequence[int]]) -> Reply:
+        """What the turn loop says."""
+        return self._last(question_id, turns).reply
+
+    def score(self, question_id: str, turns: Sequence[Sequence[int]]) -> Outcome:
+        """What the task says of the state after the last turn."""
+        return self._outcome(self.question(question_id), self._last(question_id, turns))
+
+    def _last(self, question_id: str, turns: Sequence[Sequence[int]]) -> Progress:
+        return self._dialogue.last(question_id, len(self.prompt_ids(question_id)), turns)
+
+    def _render_prompt(self, question_id: str) -> tuple[int, ...]:
+        return self._renderer.prompt(self._messages(self.question(question_id)))

@@ -5,23 +5,11 @@ without its end is malformed: it ends the episode with reward 0.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
-from environments.base import (
-    Limits,
-    Outcome,
-    Question,
-    Reply,
-    Setting,
-    Split,
-    in_range,
-    one_of,
-    read_settings,
-    unknown_name,
-)
-from environments.dialogue import Progress, ToolDialogue
+from environments.base import Environment, Limits, Outcome, Question, Setting, in_range, one_of, read_settings
+from environments.dialogue import DialogueEnvironment, Progress, ToolDialogue
 from environments.search.corpus import MAX_ENTITIES, build_world
 from environments.search.prompts import ANSWER_MARK, question_messages
 from environments.search.questions import build_questions
@@ -60,69 +48,39 @@ class SearchSettings:
         one_of(NAME, "reward", self.reward, METRICS)
 
 
-class SearchEnvironment:
-    """See `environments.base.Environment`."""
-
-    name = NAME
-
-    def __init__(self, settings: SearchSettings, tokenizer_json: bytes) -> None:
-        settings.check()
-        self._settings = settings
-        self._renderer = ChatRenderer(tokenizer_json)
-        self.limits = Limits(settings.max_calls + 1, settings.max_turn_tokens, settings.max_episode_tokens)
-        self.stop_ids = frozenset({self._renderer.special.im_end})
-        world = build_world(settings.world_seed, settings.num_entities)
-        self._questions = {question.id: question for question in build_questions(world, settings.num_held_out)}
-        tool = SearchTool([entity.abstract for entity in world], settings.top_k)
-        self._dialogue = ToolDialogue(self._renderer, self.limits, max_calls=settings.max_calls, run_tool=tool.run, answer_of=_answer_of)
-        self._prompt = lru_cache(maxsize=len(self._questions))(self._render_prompt)
-
-    def question_ids(self, split: Split) -> tuple[str, ...]:
-        """Entity by entity; those of the demo's world number 2,400 and 1,200."""
-        return tuple(question.id for question in self._questions.values() if question.split == split)
-
-    def question(self, question_id: str) -> Question:
-        """The question of this id; UnknownNameError if there is none."""
-        found = self._questions.get(question_id)
-        if found is None:
-            raise unknown_name("question of environment search", question_id, list(self._questions))
-        return found
-
-    def prompt_ids(self, question_id: str) -> tuple[int, ...]:
-        """The question as a user message."""
-        return self._prompt(question_id)
-
-    def _render_prompt(self, question_id: str) -> tuple[int, ...]:
-        return self._renderer.prompt(question_messages(self.question(question_id).text))
-
-    def reply(self, question_id: str, turns: Sequence[Sequence[int]]) -> Reply:
-        """The search results, each a tool message, or the end of the episode."""
-        return self._last(question_id, turns).reply
-
-    def score(self, question_id: str, turns: Sequence[Sequence[int]]) -> Outcome:
-        """One of the three metrics is the reward; all are in the parts, with the answer's length in words."""
-        last = self._last(question_id, turns)
-        found = match(last.answer if last.answered else "", self.question(question_id).answers)
-        parts = {
-            "exact_match": float(found.exact_match),
-            "cover": float(found.cover),
-            "strict_cover": float(found.strict_cover),
-            "searched": float(last.num_calls > 0),
-            "num_calls": float(last.num_calls),
-            "malformed": float(last.reply.stop_reason == "malformed"),
-            "answer_words": float(len(last.answer.split())),
-        }
-        return Outcome(parts[self._settings.reward], parts)
-
-    def _last(self, question_id: str, turns: Sequence[Sequence[int]]) -> Progress:
-        return self._dialogue.last(question_id, len(self.prompt_ids(question_id)), turns)
-
-
 def _answer_of(text: str) -> str | None:
     said = _ANSWER.fullmatch(text)
     return None if said is None else said["answer"].strip()
 
 
-def create(settings: Mapping[str, Setting], tokenizer_json: bytes) -> SearchEnvironment:
+def _worth(question: Question, last: Progress, metric: str) -> Outcome:
+    """One of the three metrics is the reward; all are in the parts, with the answer's length in words."""
+    found = match(last.answer if last.answered else "", question.answers)
+    parts = {
+        "exact_match": float(found.exact_match),
+        "cover": float(found.cover),
+        "strict_cover": float(found.strict_cover),
+        **last.parts,
+        "answer_words": float(len(last.answer.split())),
+    }
+    return Outcome(parts[metric], parts)
+
+
+def create(settings: Mapping[str, Setting], tokenizer_json: bytes) -> Environment:
     """The environment of a run. Raises ConfigError for bad settings, CheckpointError for a foreign tokenizer."""
-    return SearchEnvironment(read_settings(NAME, SearchSettings, settings), tokenizer_json)
+    asked = read_settings(NAME, SearchSettings, settings)
+    asked.check()
+    renderer = ChatRenderer(tokenizer_json)
+    limits = Limits(asked.max_calls + 1, asked.max_turn_tokens, asked.max_episode_tokens)
+    world = build_world(asked.world_seed, asked.num_entities)
+    tool = SearchTool([entity.abstract for entity in world], asked.top_k)
+    dialogue = ToolDialogue(renderer, limits, answer_of=_answer_of, max_calls=asked.max_calls, run_tool=tool.run)
+    return DialogueEnvironment(
+        NAME,
+        build_questions(world, asked.num_held_out),
+        renderer,
+        limits,
+        dialogue,
+        messages=lambda question: question_messages(question.text),
+        outcome=lambda question, last: _worth(question, last, asked.reward),
+    )
