@@ -1,7 +1,10 @@
 """The search server and its client over a real socket: Search-R1's form, limits, and trouble that is nobody's wrong answer."""
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -189,3 +192,21 @@ def test_another_index_is_refused(url: str, folder: Path, server: SearchServer, 
     for bad in ("ftp://host", "http://"):
         with pytest.raises(ConfigError, match="no address"):
             open_retriever(bad)
+
+
+def test_server_is_a_program_that_says_what_is_wrong(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "environments.search.serve"]
+    refused = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 1
+    assert "no complete index" in refused.stderr and "stoa search index" in refused.stderr
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    process = subprocess.Popen([*command, str(folder), "--port", str(port)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        client = SearchClient(f"http://127.0.0.1:{port}", attempts=11, pause_seconds=0.02, seconds=30.0)
+        assert client.search("w1 w7", 2) == LocalRetriever(folder).search("w1 w7", 2)
+    finally:
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "w7" not in "".join(output), "a query is prompt text"

@@ -1,0 +1,60 @@
+"""The guides of environments hold: the thirty lines run, the settings load, the commands exist."""
+
+import re
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from cli.main import build, run
+from cli.say import Exit
+from environments.base import Environment
+from environments.papersearchqa.env import PaperSearchSettings
+from environments.verifiers_v1 import VerifiersSettings
+from tests.unit.chat.conftest import character_tokenizer
+
+GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+WRITE, PAPERS = ((GUIDES / name).read_text() for name in ("write-an-environment.md", "search-papers.md"))
+TOKENIZER = character_tokenizer()
+
+
+def blocks(text: str, kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_thirty_lines_are_a_working_environment() -> None:
+    (source,) = blocks(WRITE, "python")
+    lines = [line for line in source.splitlines() if line.strip() and not line.startswith(('"""', "from ", "import "))]
+    assert len(lines) <= 30
+    module = ModuleType("spell")
+    exec(compile(source, "spell.py", "exec"), module.__dict__)
+    environment: Environment = module.create({"max_turn_tokens": 32}, TOKENIZER.to_str().encode())
+    answer, wrong = (TOKENIZER.encode(f"{text}<|im_end|>", add_special_tokens=False).ids for text in ("niarb", "brain"))
+    assert environment.question_ids("held_out") == ("brain",)
+    assert environment.reply("brain", [answer]).stop_reason == "answered"
+    assert [environment.score("brain", [turn]).reward for turn in (answer, wrong, answer[:-1])] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("text", [*blocks(WRITE, "toml"), *blocks(PAPERS, "toml")])
+def test_settings_of_the_guides_are_settings(text: str) -> None:
+    section = tomllib.loads(text)["environment"]
+    known = {"verifiers": VerifiersSettings, "papersearchqa": PaperSearchSettings}.get(section["name"])
+    if known is not None:
+        known(**section["settings"]).check()
+
+
+def test_commands_of_the_guides_are_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = [line.replace("DATA", str(tmp_path)) for block in blocks(PAPERS, "console") for line in block.splitlines()]
+    named = {tuple(line.split()[:3]) for line in commands if line.startswith("stoa")}
+    assert named == {("stoa", "search", name) for name in ("fetch", "questions", "index", "ask")}
+    for _, _, name in sorted(named):
+        build()(["search", name, "--help"], exit_on_error=False)
+        assert "Usage" in capsys.readouterr().out
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "contents": "TITLE: On aspirin. ABSTRACT: Aspirin blocks cyclooxygenase."}\n')
+    index, ask = (next(line for line in commands if line.startswith(f"stoa search {name}")) for name in ("index", "ask"))
+    assert run(index.split()[1:]) == Exit.DONE
+    words = re.fullmatch(r'stoa (search ask \S+) "(.*)"', ask)
+    assert words is not None
+    assert run([*words[1].split(), words[2]]) == Exit.DONE
+    assert "cyclooxygenase" in capsys.readouterr().err
