@@ -1,0 +1,143 @@
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cli.doctor import wired
+from cli.doctor.finding import Finding
+from cli.doctor.open import scene_of
+from stoa.config.load import load_run
+from tests.unit.worker_mac.test_wired_hosts import IFCONFIG, OTHER, PORTS, UNPLUGGED
+from worker_mac.cluster.hosts import WiredHost
+from worker_mac.cluster.install import ours
+from worker_mac.cluster.probe import Said, read_wire
+from worker_mac.cluster.split import Strength
+
+MINI = WiredHost("mini.local")
+ECHO = "3 packets transmitted, 3 packets received, 0.0% packet loss\nround-trip min/avg/max/stddev = 0.312/0.401/0.498/0.05 ms\n"
+SLOW_ECHO = ECHO.replace("0.312/0.401/0.498", "11.2/43.7/290.1")
+
+
+def said(text: str = "", code: int = 0) -> Said:
+    return Said(code, text)
+
+
+class Desk:
+    """Two Macs on a wire as their commands tell it; a test changes single answers, by host and a part of the command."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, tuple[str, ...]]] = []
+        self.answers: dict[tuple[str, str], Said] = {
+            ("127.0.0.1", "hostname"): said("studio.local\n"),
+            ("127.0.0.1", "ifconfig"): said(IFCONFIG),
+            ("mini.local", "ifconfig"): said(OTHER),
+            ("127.0.0.1", "networksetup"): said(PORTS),
+            ("mini.local", "networksetup"): said(PORTS),
+            ("127.0.0.1", "ping"): said(ECHO),
+            ("127.0.0.1", "nc"): said(""),
+            ("mini.local", "true"): said(""),
+            ("mini.local", "BatchMode"): said(""),
+            ("mini.local", "stoa-wired"): said(f"{ours()}\n"),
+            ("169.254.90.1", "head"): said("\0" * wired.PROBE_BYTES),
+            ("127.0.0.1", "hw.memsize"): said("17179869184\n"),
+            ("mini.local", "hw.memsize"): said("17179869184\n"),
+        }
+
+    def ask(self, host: WiredHost, command: Sequence[str]) -> Said:
+        self.asked.append((host.ssh, tuple(command)))
+        words = " ".join(command)
+        found = [part for name, part in self.answers if name == host.ssh and part in words]
+        return self.answers[(host.ssh, max(found, key=len))] if found else said("", 1)
+
+
+def look(desk: Desk, folder: Path, rows: list[dict] | None = None) -> dict[str, Finding]:
+    path = folder / "hosts.json"
+    path.write_text(json.dumps(rows or [{"ssh": "127.0.0.1"}, {"ssh": "mini.local"}]))
+    scene = scene_of(load_run(None), "mac", folder)
+    return {one.name: one for one in wired.examine_hosts(path, scene, desk)}
+
+
+def test_two_macs_that_are_fit_pass_every_check_and_nothing_is_changed(tmp_path: Path) -> None:
+    desk = Desk()
+    found = look(desk, tmp_path)
+    assert {one.verdict for one in found.values()} == {"pass"}, found
+    assert found["link to mini.local"].found == "169.254.90.1 answers in 0.401 ms and takes connections"
+    assert found["layers"].found.startswith("0 to ")
+    readers = {"true", "hostname", "ifconfig", "networksetup", "ping", "nc", "ssh", "lsof", "sysctl", "head", "stoa-wired/venv/bin/python"}
+    assert {command[0] for _, command in desk.asked} <= readers
+    flags = {"networksetup": "-listallhardwareports", "sysctl": "-n", "nc": "-z"}
+    assert all(command[1] == flags[command[0]] for _, command in desk.asked if command[0] in flags)
+    assert all(len(command) == 1 for _, command in desk.asked if command[0] == "ifconfig")
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "fix"),
+    [
+        (
+            "ann@mini.local: Permission denied (publickey,password).",
+            "key is not in the agent or the keychain",
+            "ssh-add --apple-use-keychain",
+        ),
+        ("ssh: connect to host mini.local port 22: Connection refused", "it takes no connection", "FileVault blocks SSH until then"),
+        ("ssh: connect to host mini.local port 22: Operation timed out", "does not answer", "FileVault"),
+        ("ssh: Could not resolve hostname mini.local: nodename nor servname provided", "name is not known", "Settings, Sharing"),
+        ("Host key verification failed.", "host key is not known", "ssh mini.local"),
+        ("something else", "something else", "without a password"),
+    ],
+)
+def test_a_host_that_ssh_does_not_reach_is_named_with_its_cause(tmp_path: Path, text: str, what: str, fix: str) -> None:
+    desk = Desk()
+    desk.answers[("mini.local", "true")] = said(text, 255)
+    found = look(desk, tmp_path)["ssh mini.local"]
+    assert found.verdict == "fail" and what in found.found and fix in found.fix
+
+
+def test_echo_without_connections_is_the_broken_bridge(tmp_path: Path) -> None:
+    desk = Desk()
+    desk.answers[("127.0.0.1", "nc")] = said("nc: connectx to 169.254.90.1 port 22 (tcp) failed: No route to host", 1)
+    found = look(desk, tmp_path)["link to mini.local"]
+    assert found.verdict == "fail" and "error 65" in found.found and "restart that Mac" in found.fix
+
+
+def test_a_link_as_slow_as_wifi_and_one_that_is_silent_are_told_apart(tmp_path: Path) -> None:
+    desk = Desk()
+    desk.answers[("127.0.0.1", "ping")] = said(SLOW_ECHO)
+    slow = look(desk, tmp_path)["link to mini.local"]
+    assert slow.verdict == "warn" and "43.7 ms" in slow.found
+    desk.answers[("127.0.0.1", "ping")] = said("3 packets transmitted, 0 packets received", 2)
+    assert "does not answer" in look(desk, tmp_path)["link to mini.local"].found
+
+
+def test_addresses_that_are_stale_wireless_or_missing() -> None:
+    wire = read_wire(OTHER, PORTS)
+    stale = wired.check_wire(wire, WiredHost("mini.local", ("169.254.12.12",)))
+    assert stale.verdict == "warn" and "169.254.12.12 in the file is stale: bridge0 has 169.254.90.1" in stale.found
+    wireless = wired.check_wire(wire, WiredHost("mini.local", ("192.168.1.21",)))
+    assert wireless.verdict == "fail" and "Wi-Fi" in wireless.found
+    missing = wired.check_wire(read_wire(UNPLUGGED, PORTS), MINI)
+    assert missing.verdict == "fail" and "Thunderbolt cable" in missing.fix
+    assert wired.check_wire(wire, WiredHost("mini.local", ("169.254.90.1",))).verdict == "pass"
+
+
+def test_a_port_in_use_and_another_program_are_warnings(tmp_path: Path) -> None:
+    desk = Desk()
+    desk.answers[("mini.local", "-iTCP:3701")] = said("COMMAND PID USER\nControlCe 501 ann 10u IPv4 0x1 0t0 TCP *:3701 (LISTEN)\n")
+    desk.answers[("mini.local", "stoa-wired")] = said("0.0.1 0.30.0\n")
+    desk.answers[("mini.local", "BatchMode")] = said("Permission denied", 255)
+    found = look(desk, tmp_path)
+    assert "ControlCe" in found["port 3701 of mini.local"].found and "another port is tried" in found["port 3701 of mini.local"].fix
+    assert found["program on mini.local"].verdict == "warn" and ours() in found["program on mini.local"].found
+    assert found["ssh from mini.local"].verdict == "warn"
+
+
+def test_a_hosts_file_that_cannot_be_read_is_one_finding(tmp_path: Path) -> None:
+    found = look(Desk(), tmp_path, [{"ssh": "127.0.0.1"}])
+    assert list(found) == [wired.HOSTS] and found[wired.HOSTS].verdict == "fail"
+
+
+def test_a_model_that_does_not_fit_is_told_before_anything_starts(tmp_path: Path) -> None:
+    scene = scene_of(load_run(None), "mac", tmp_path)
+    macs = [Strength(1 << 20, 1.0)] * 2
+    found = wired.check_split(scene, macs, (WiredHost("127.0.0.1"), MINI))
+    assert found.verdict == "fail" and "do not fit these 2 Macs" in found.found and "wire one more" in found.fix
