@@ -7,10 +7,9 @@ from typing import Final
 
 import structlog
 
-from stoa.bucket import keys
-from stoa.bucket.evals import read_summary
+from stoa.bucket.evals import new_summaries
 from stoa.bucket.store import Store
-from stoa.contracts.errors import BucketError, ServiceUnavailableError
+from stoa.contracts.errors import ServiceUnavailableError
 from stoa.contracts.evaluation_messages import EvaluationResult
 
 NONE_SEEN: Final = -1.0
@@ -49,11 +48,5 @@ class EvalWatch:
         return found
 
     def _read(self) -> None:
-        for listed in self._store.list(keys.evals_prefix(self._run)):
-            if not listed.key.endswith("/summary.json") or listed.key in self._results:
-                continue
-            try:
-                self._results[listed.key] = read_summary(self._store, listed.key).result
-            except BucketError as error:
-                log.warning("evaluation_unreadable", error=error.message)
-                self._results[listed.key] = None
+        for key, summary in new_summaries(self._store, self._run, self._results).items():
+            self._results[key] = summary.result if summary else None

@@ -4,14 +4,14 @@ A Mac's word counts for nothing but its ids. Runs in the control process, so not
 fixed by the seed, so that every evaluation of a run asks the same questions.
 """
 
-import math
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import structlog
 
-from environments.base import Environment
+from environments.base import Environment, Split
 from stoa.bucket import keys
 from stoa.bucket.evals import Mark, read_summary, write_summary
 from stoa.bucket.store import Store
@@ -19,24 +19,68 @@ from stoa.config.run import RunConfig
 from stoa.contracts.errors import FormatError, GroupRefusedError, ObjectExistsError, UnknownNameError
 from stoa.contracts.evaluation_messages import EvaluationResult, SummariseRequest
 from stoa.contracts.ports import Progress
-from stoa.rollouts.admit import Reason, check_episode, rescore_episode
-from stoa.rollouts.records import Group
+from stoa.learning.marks import measures
+from stoa.rollouts.admit import Reason, Rules, check_episode, rescore_episode
+from stoa.rollouts.records import Episode, Group
 from stoa.rollouts.shard import MAX_GROUP_BYTES, decode_group
 from trainer_gpu.referee import Referee, rules_of
-
-Z_95 = 1.959963984540054
 
 log = structlog.get_logger()
 
 
-def wilson_95(num_right: float, num: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share (Wilson 1927); (0, 1) of nothing."""
-    if num == 0:
-        return 0.0, 1.0
-    share, z2 = num_right / num, Z_95**2
-    centre = (share + z2 / (2 * num)) / (1 + z2 / num)
-    half = Z_95 / (1 + z2 / num) * math.sqrt(share * (1 - share) / num + z2 / (4 * num**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+def marks_of(
+    group: Group, where: str, *, environment: Environment, rules: Rules, num_samples: int, split: Split = "held_out"
+) -> tuple[Mark, ...]:
+    """One mark an episode of a part, worked out from its ids.
+
+    Raises GroupRefusedError: an episode is not what it claims to be, is of no question of `split`, or a question has
+    more than `num_samples`.
+    """
+    referee = Referee(environment)
+    marks: list[Mark] = []
+    samples: Counter[str] = Counter()
+    for told in group.episodes:
+        _check_question(environment, told.question_id, where, split)
+        check_episode(told, referee.prompt_ids_of(told.question_id), rules, where)
+        marks.append(_mark(rescore_episode(told, rules, referee.rescore, where), samples[told.question_id]))
+        samples[told.question_id] += 1
+    if samples and max(samples.values()) > num_samples:
+        raise GroupRefusedError(Reason.GROUP_SIZE, f"{where}: {max(samples.values())} episodes of a question, {num_samples} were asked for")
+    return tuple(marks)
+
+
+def _mark(episode: Episode, sample: int) -> Mark:
+    parts = episode.reward_parts
+    return Mark(
+        episode.question_id,
+        parts["strict_cover"],
+        parts["cover"],
+        parts["exact_match"],
+        parts["searched"],
+        len(episode.logprobs),
+        sample=sample,
+        num_turns=len(episode.turns),
+        answer_words=parts.get("answer_words", 0.0),
+        # From the ids: what stopped a Mac's episode is its own word.
+        truncated=float(not episode.turns[-1].stopped),
+        malformed=parts.get("malformed", 0.0),
+    )
+
+
+def _check_question(environment: Environment, question_id: str, where: str, split: Split) -> None:
+    try:
+        found = environment.question(question_id).split
+    except UnknownNameError as error:
+        raise GroupRefusedError(Reason.UNKNOWN_QUESTION, f"{where}: {error.message}") from error
+    if found != split:
+        raise GroupRefusedError(Reason.WRONG_QUESTION, f"{where}: {question_id} is no question of the split {split}")
+
+
+def question_order(environment: Environment, num_questions: int, seed: int, split: Split = "held_out") -> tuple[str, ...]:
+    """The first `num_questions` of a split in the order of `seed`; all of them if there are fewer."""
+    order = list(environment.question_ids(split))
+    random.Random(f"{split.replace('_', ' ')} {seed}").shuffle(order)
+    return tuple(order[:num_questions])
 
 
 class Examiner:
@@ -49,15 +93,12 @@ class Examiner:
         self._store = store
         self._run = config.run
         self._environment = environment
-        self._referee = Referee(environment)
         self._rules = rules_of(config, environment, vocab_size, known)
 
     def held_out(self, run: str, num_questions: int, seed: int) -> tuple[str, ...]:
         """The first `num_questions` of the held-out questions in the order of `seed`; all of them if there are fewer."""
         self._check_run(run)
-        order = list(self._environment.question_ids("held_out"))
-        random.Random(f"held out {seed}").shuffle(order)
-        return tuple(order[:num_questions])
+        return question_order(self._environment, num_questions, seed)
 
     def summarise(self, request: SummariseRequest, progress: Progress) -> EvaluationResult:
         """Mark all parts and write the summary, create-only; a second call returns the first one's result.
@@ -67,37 +108,27 @@ class Examiner:
         """
         self._check_run(request.run)
         key = keys.eval_summary(request.run, request.version, request.evaluation)
-        marks: dict[str, Mark] = {}
+        marks: list[Mark] = []
+        marked: set[str] = set()
         for part in request.keys:
-            for mark in self._marks(part, request):
-                marks.setdefault(mark.question_id, mark)
-            progress.report(f"marked {len(marks)} of {request.num_questions}")
-        result = _result(request, list(marks.values()), key)
-        if len(marks) < request.num_questions:
-            result = replace(result, error=f"{request.num_questions - len(marks)} questions have no episode")
+            fresh = [mark for mark in self._marks(part, request) if mark.question_id not in marked]
+            marks += fresh
+            marked.update(mark.question_id for mark in fresh)
+            progress.report(f"marked {len(marked)} of {request.num_questions}")
+        result = _result(request, marks, key)
+        if len(marked) < request.num_questions:
+            result = replace(result, error=f"{request.num_questions - len(marked)} questions have no episode")
         try:
-            write_summary(self._store, result, tuple(marks.values()))
+            write_summary(self._store, result, marks)
         except ObjectExistsError:
             result = read_summary(self._store, key).result
         log.info("evaluation_summarised", evaluation=request.evaluation, version=request.version, pass_at_1=result.pass_at_1)
         return result
 
-    def _marks(self, key: str, request: SummariseRequest) -> Iterator[Mark]:
+    def _marks(self, key: str, request: SummariseRequest) -> tuple[Mark, ...]:
         group = decode_group(self._store.get(key, max_bytes=MAX_GROUP_BYTES).data)
         self._check_part(group, key, request)
-        for told in group.episodes:
-            self._check_question(told.question_id, key)
-            check_episode(told, self._referee.prompt_ids_of(told.question_id), self._rules, key)
-            episode = rescore_episode(told, self._rules, self._referee.rescore, key)
-            parts = episode.reward_parts
-            yield Mark(
-                episode.question_id,
-                parts["strict_cover"],
-                parts["cover"],
-                parts["exact_match"],
-                parts["searched"],
-                len(episode.logprobs),
-            )
+        return marks_of(group, key, environment=self._environment, rules=self._rules, num_samples=request.num_samples)
 
     def _check_part(self, group: Group, key: str, request: SummariseRequest) -> None:
         if group.run != request.run or group.purpose != "eval" or group.version != request.version:
@@ -109,32 +140,31 @@ class Examiner:
         if group.state_id != self._rules.known(request.version):
             raise GroupRefusedError(Reason.WRONG_STATE, f"{key} was played on weights that are not version {request.version}")
 
-    def _check_question(self, question_id: str, key: str) -> None:
-        try:
-            split = self._environment.question(question_id).split
-        except UnknownNameError as error:
-            raise GroupRefusedError(Reason.UNKNOWN_QUESTION, f"{key}: {error.message}") from error
-        if split != "held_out":
-            raise GroupRefusedError(Reason.NOT_GRANTED, f"{key}: {question_id} is no held-out question")
-
     def _check_run(self, run: str) -> None:
         if run != self._run:
             raise FormatError(f"this control process serves run {self._run}, not {run}")
 
 
 def _result(request: SummariseRequest, marks: list[Mark], key: str) -> EvaluationResult:
-    num = len(marks)
-    num_right = sum(mark.strict_cover for mark in marks)
-    return EvaluationResult(
-        run=request.run,
-        evaluation=request.evaluation,
-        version=request.version,
-        num_questions=num,
-        pass_at_1=num_right / max(1, num),
-        interval_95=wilson_95(num_right, num),
-        search_rate=sum(mark.searched for mark in marks) / max(1, num),
-        cover=sum(mark.cover for mark in marks) / max(1, num),
-        exact_match=sum(mark.exact_match for mark in marks) / max(1, num),
-        mean_tokens=sum(mark.num_tokens for mark in marks) / max(1, num),
-        key=key,
+    empty = EvaluationResult(request.run, request.evaluation, request.version, 0, 0.0, (0.0, 1.0), 0.0, key=key)
+    if not marks:
+        return empty
+    found = measures(marks)
+    value = {name: estimate.value for name, estimate in found.estimates.items()}
+    right = found.estimates["pass_at_1"]
+    return replace(
+        empty,
+        num_questions=found.num_questions,
+        pass_at_1=right.value,
+        interval_95=(right.low, right.high),
+        search_rate=value["search_rate"],
+        cover=value["cover"],
+        exact_match=value["exact_match"],
+        mean_tokens=value["tokens_mean"],
+        num_samples=request.num_samples,
+        pass_at_k=value.get(f"pass_at_{request.num_samples}", -1.0) if request.num_samples > 1 else -1.0,
+        mean_turns=value["turns_mean"],
+        mean_answer_words=value["answer_words_mean"],
+        truncated_rate=value["truncated_rate"],
+        malformed_rate=value["malformed_rate"],
     )

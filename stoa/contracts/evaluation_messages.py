@@ -19,11 +19,13 @@ class EvaluationPlan:
     timeout_seconds: float = 1800.0
     """Longest evaluation; also how long the end of a run waits for its last one."""
     sample_seed: int = 0
+    num_samples_final: int = 1
+    """Samples of a question at start and end."""
 
 
 @dataclass(frozen=True)
 class EvaluationInput:
-    """Input of EvaluationWorkflow: `num_questions` held-out questions from the fixed seeded order, one sample each."""
+    """Input of EvaluationWorkflow: `num_questions` held-out questions from the fixed seeded order, `num_samples` of each."""
 
     run: str
     evaluation: str
@@ -33,6 +35,17 @@ class EvaluationInput:
     part_timeout_seconds: float = 600.0
     sample_seed: int = 0
     timeout_seconds: float = 1800.0
+    num_samples: int = 1
+
+
+@dataclass(frozen=True)
+class EvalAsk:
+    """Argument of the update evaluate: a person wants a version examined. version -1: the newest; 0 questions: as at the end."""
+
+    name: str
+    version: int = -1
+    num_questions: int = 0
+    num_samples: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,7 @@ class EvalPart:
     version: int
     part: int
     question_ids: tuple[str, ...]
+    num_samples: int = 1
 
 
 @dataclass(frozen=True)
@@ -131,11 +145,15 @@ class SummariseRequest:
     version: int
     keys: tuple[str, ...]
     num_questions: int
+    num_samples: int = 1
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Held-out result of one version. Rates are in [0, 1]; the interval is Wilson, 95 %."""
+    """Held-out result of one version. Rates are in [0, 1].
+
+    The interval is of pass@1, 95 %: Wilson's for one sample a question, else that of the bootstrap over questions.
+    """
 
     run: str
     evaluation: str
@@ -149,3 +167,10 @@ class EvaluationResult:
     mean_tokens: float = 0.0
     key: str = ""
     error: str = ""
+    num_samples: int = 1
+    pass_at_k: float = -1.0
+    """That one of `num_samples` samples is right; -1: there is one sample."""
+    mean_turns: float = 0.0
+    mean_answer_words: float = 0.0
+    truncated_rate: float = 0.0
+    malformed_rate: float = 0.0

@@ -4,8 +4,8 @@ from stoa.bucket import keys
 from stoa.bucket.evals import write_summary
 from stoa.bucket.store import Store
 from stoa.contracts.evaluation_messages import EvaluationResult
+from stoa.learning.marks import wilson_95
 from trainer_gpu.eval_watch import NONE_SEEN, EvalWatch
-from trainer_gpu.exam import wilson_95
 
 
 def put(store: Store, version: int, num_right: int, *, name: str = "", error: str = "") -> None:

@@ -15,7 +15,7 @@ from stoa.rollouts.records import Episode, Fingerprint, Group, Turn
 from stoa.rollouts.shard import encode_group
 from tests.unit.trainer_gpu.player import POLICY, search, vocab_size
 from tests.unit.trainer_gpu.runs import Reports, config_of
-from trainer_gpu.exam import Examiner, wilson_95
+from trainer_gpu.exam import Examiner
 
 
 def answer_of(question_id: str, *, right: bool) -> Episode:
@@ -129,9 +129,44 @@ def test_other_run_is_refused(examiner: Examiner) -> None:
         examiner.held_out("other", 1, 0)
 
 
+def test_several_samples_of_a_question_are_all_marked(store: Store, examiner: Examiner) -> None:
+    first, second = examiner.held_out("test", 2, 0)
+    episodes = [answer_of(first, right=i < 3) for i in range(4)] + [answer_of(second, right=False) for _ in range(4)]
+    request = SummariseRequest(
+        "test", "ev", 3, (put(store, part_of(episodes), 0), put(store, part_of(episodes[:4], host="other"), 0)), 2, 4
+    )
+    result = examiner.summarise(request, Reports())
+    assert (result.num_questions, result.num_samples, result.error) == (2, 4, "")
+    assert result.pass_at_1 == (3 / 4 + 0) / 2
+    assert result.pass_at_k == 0.5, "one of four is right for one of the two questions"
+    assert result.mean_turns == 1.0
+    assert result.truncated_rate == 0.0
+    assert result.mean_answer_words > 0
+    marks = read_summary(store, result.key).marks
+    assert [mark.sample for mark in marks] == [0, 1, 2, 3] * 2
+
+
+def test_more_samples_than_were_asked_for_are_refused(store: Store, examiner: Examiner) -> None:
+    """Else a Mac could send many and be counted for the best."""
+    (question,) = examiner.held_out("test", 1, 0)
+    with pytest.raises(GroupRefusedError) as caught:
+        summarise(examiner, [put(store, part_of([answer_of(question, right=True)] * 2), 0)], 1)
+    assert caught.value.reason == "group_size"
+
+
 @pytest.mark.parametrize(
-    ("right", "num", "low", "high"),
-    [(0, 0, 0.0, 1.0), (0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (50, 100, 0.40383, 0.59617)],
+    "spoil",
+    [
+        lambda data: b"garbage",
+        lambda data: data[:-5],
+        lambda data: data.replace(b'"pass_at_1":1.0', b'"pass_at_1":7.5'),
+        lambda data: data.replace(b'"pass_at_1":1.0', b'"pass_at_1":NaN'),
+        lambda data: data.replace(b'"run":"test"', b'"run":"other"'),
+    ],
 )
-def test_wilson_interval(right: int, num: int, low: float, high: float) -> None:
-    assert wilson_95(right, num) == pytest.approx((low, high), abs=1e-5)
+def test_garbled_summary_is_left_out_and_the_others_are_read(store: Store, examiner: Examiner, spoil) -> None:
+    (question,) = examiner.held_out("test", 1, 0)
+    result = summarise(examiner, [put(store, part_of([answer_of(question, right=True)]), 0)], 1)
+    spoilt = spoil(store.get(result.key, max_bytes=1 << 20).data)
+    store.create(keys.eval_summary("test", 3, "planted"), spoilt)
+    assert [summary.result for summary in all_summaries(store, "test")] == [result]

@@ -10,9 +10,9 @@ from stoa.bucket.steps import read_step
 from stoa.bucket.store import Store
 from stoa.contracts.evaluation_messages import EvaluationResult
 from stoa.contracts.messages import AcquireRequest, PublishRequest, StepRequest
+from stoa.learning.marks import wilson_95
 from tests.unit.trainer_gpu.runs import Reports, config_of, head_of, ship_sweep, start_run, state_of
 from trainer_gpu.engine import TrainerEngine
-from trainer_gpu.exam import wilson_95
 from trainer_gpu.run_handle import RunHandle
 
 
