@@ -1,0 +1,122 @@
+"""Whatever a document tells somebody to type exists, is run by a test or says what it needs, and every link leads somewhere."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from cyclopts import CycloptsError
+
+from cli.main import build
+from tests.docs.commands import ROOT, RULES, Command, all_commands, commands_in, documents, rule_of
+
+NAMES = [str(path.relative_to(ROOT)) for path in documents()]
+YOURS = ("environments/spell.py",)
+"""Files that a guide lets its reader write."""
+STOA_INLINE = re.compile(r"`(stoa [a-z][^`]*)`")
+
+
+def test_every_command_of_a_document_is_run_or_says_what_it_needs() -> None:
+    found = all_commands()
+    assert len(found) > 60
+    assert [f"{one.document}: {one.text}" for one in found if rule_of(one) is None] == [], "add a rule to tests/docs/commands.py"
+
+
+def test_a_test_that_is_named_is_there_and_speaks_of_it() -> None:
+    for rule in RULES:
+        if rule.need == "test":
+            assert rule.witness and rule.witness in (ROOT / rule.where).read_text("utf-8"), rule
+        else:
+            assert len(rule.where.split()) > 2, rule
+
+
+def test_what_a_test_runs_stands_in_console_blocks_and_nothing_else_does() -> None:
+    """So that a reader who copies from a `console` block knows that it works."""
+    wrong = [one.text for one in all_commands() if one.block == "console" and (rule := rule_of(one)) is not None and rule.need != "test"]
+    assert wrong == []
+
+
+def test_no_rule_is_left_over() -> None:
+    used = {rule_of(one) for one in all_commands()}
+    assert [rule for rule in RULES if rule not in used] == []
+
+
+def test_the_finder_sees_blocks_of_every_kind() -> None:
+    blocks = ("sh\nexport A=1 \\\n    B=2  # both\n# only said\n", "toml\nx = 1\n", "\nmake demo\n+---+\n")
+    text = "a\n" + "".join(f"```{block}```\n" for block in blocks) + "- b\n  ```console\n  stoa x\n  ```\n"
+    assert [(one.block, one.text) for one in commands_in(text, "d")] == [("sh", "export A=1 B=2"), ("", "make demo"), ("console", "stoa x")]
+    assert rule_of(Command("docs/new.md", "console", "stoa frobnicate")) is None
+
+
+def parses(line: str) -> str:
+    """Why `line` is no command of ours with arguments of its own; empty if it is. Placeholders in capitals and ... are fine."""
+    line = re.sub(r"\s*[<>|].*$", "", line)
+    words = [word.strip("[]") for word in shlex.split(line)[1:]]
+    words = [re.sub(r"^[A-Z/_]+$", "x", word) for word in words if word != "..."]
+    if len(words) == 1 or words[-1] in ("--help",):  # a command alone is its name
+        words = [*words[:-1], "--help"] if words[-1] == "--help" else [*words, "--help"]
+    try:
+        build().parse_args(words, exit_on_error=False, print_error=False)
+    except CycloptsError as problem:
+        return f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+    return ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_stoa_command_that_a_document_names_can_be_given(name: str) -> None:
+    text = (ROOT / name).read_text("utf-8")
+    told = [one.text for one in commands_in(text, name) if one.text.startswith("stoa ")]
+    told += [line for line in STOA_INLINE.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL)) if "|" not in line and "{" not in line]
+    wrong = {line: why for line in told if (why := parses(line.replace("\n", " ")))}
+    assert wrong == {}
+
+
+def test_a_command_that_is_none_is_found() -> None:
+    assert parses("stoa status demo --config c.json") == ""
+    assert parses("stoa statsu demo") != ""
+    assert parses("stoa status demo --cofnig c.json") != ""
+    assert parses("stoa export demo --to gguf DIR") != ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_leads_to_a_file_and_every_file_that_is_named_is_there(name: str) -> None:
+    text = (ROOT / name).read_text("utf-8")
+    targets = [
+        target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith(("http", "#", "mailto"))
+    ]
+    assert [target for target in targets if target and not (ROOT / name).parent.joinpath(target).exists()] == []
+    named = re.findall(r"`((?:stoa|cli|tests|docker|configs|docs|benchmarks|environments|worker_mac|trainer_gpu)/[\w./-]+\.\w+)`", text)
+    assert [path for path in named if not (ROOT / path).exists() and path not in YOURS] == []
+
+
+def test_no_page_tells_anybody_to_edit_our_source() -> None:
+    told = re.compile(
+        r"\b(edit|change|patch|modify)\b[^.\n]{0,40}`?(stoa|cli|worker_mac|trainer_gpu|workflows|activities)/\w+", re.IGNORECASE
+    )
+    assert [name for name in NAMES if told.search((ROOT / name).read_text("utf-8"))] == []
+
+
+def test_every_page_is_found_from_the_first_one() -> None:
+    """By links from README and docs/README.md; folders that are linked count with all they hold."""
+    seen: set[Path] = set()
+    todo = [ROOT / "README.md", ROOT / "docs" / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page in seen:
+            continue
+        seen.add(page)
+        for target in re.findall(r"\]\(([^)\s#]+)", page.read_text("utf-8")):
+            path = (page.parent / target).resolve()
+            if path.is_dir():
+                todo += sorted(path.glob("*.md"))
+            elif path.suffix == ".md" and path.is_file():
+                todo.append(path)
+    assert [
+        str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md") if path.resolve() not in {p.resolve() for p in seen}
+    ] == []
+
+
+def test_the_readme_is_short_and_shows_the_demo() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.splitlines()) < 250
+    assert "docs/demo-learning.png" in text
