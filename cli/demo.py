@@ -19,7 +19,7 @@ from cli.processes import Child, Household, end_leftovers, ignored_signals
 from cli.report.collect import Collector, with_end
 from cli.report.record import RunRecord
 from cli.report.summary import Summary
-from cli.report.write import write_metrics, write_report
+from cli.report.write import MetricsFile, write_report
 from cli.say import Exit, bytes_text, counted
 from cli.services import Ports, Services, start_services
 from cli.temporal import Control
@@ -31,7 +31,6 @@ from stoa.contracts.errors import FormatError, MissingExtraError, ServiceError, 
 MAX_RESTARTS: Final = 3
 """Times a dead worker is started again."""
 POLL_SECONDS: Final = 1.0
-METRICS_SECONDS: Final = 10.0
 INVITE_SECONDS: Final = 7 * 86_400.0
 GRACE_MINUTES: Final = 3.0
 """Time a run that reached its limit has for its last evaluation before the demo stops it."""
@@ -231,7 +230,7 @@ class _Watch:
 
     def _until_end(self, progress: Progress) -> None:
         deadline = time.monotonic() + (self._options.minutes + GRACE_MINUTES) * 60.0
-        next_metrics = time.monotonic() + METRICS_SECONDS
+        metrics = MetricsFile(self._options.out / "metrics.jsonl")
         while True:
             # Looked at before HEAD is: a Mac that ended because HEAD says stopped is then known to be done.
             dead = [worker for worker in self._workers if worker.child is not None and worker.child.exit_code is not None]
@@ -244,9 +243,7 @@ class _Watch:
             self._record = record
             self._restart(dead, progress)
             progress.show(record)
-            if time.monotonic() >= next_metrics:
-                write_metrics(record, self._options.out / "metrics.jsonl")
-                next_metrics = time.monotonic() + METRICS_SECONDS
+            metrics.keep(record)
             if ended:
                 self._end_reason = self._control.result(self._config.run).end_reason
                 return

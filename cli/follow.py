@@ -55,8 +55,8 @@ def find_run(run: str, config: Path | None, *, temporal: bool = True) -> Iterato
         yield Found(settings, document, store, control, Collector(document, store, control if temporal else None))
 
 
-def follow(found: Found, max_steps: int, ui_url: str = "") -> RunRecord:
-    """Show a run until it has ended; returns its record. Ctrl-C ends the following, not the run.
+def follow(found: Found, max_steps: int, ui_url: str = "", *, on_record: Callable[[RunRecord], None] = lambda _: None) -> RunRecord:
+    """Show a run until it has ended, and give every record to `on_record`; returns the last. Ctrl-C ends the following, not the run.
 
     A run whose workflow Temporal runs no more, though it never said that it ended, comes back with the state `gone`.
 
@@ -70,6 +70,7 @@ def follow(found: Found, max_steps: int, ui_url: str = "") -> RunRecord:
             try:
                 record = found.collector.collect()
                 progress.show(record)
+                on_record(record)
                 away_since = 0.0
                 num_absent = 0 if found.control.is_running(run) else num_absent + 1
                 if num_absent and record.state in ENDED:

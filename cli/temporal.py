@@ -36,6 +36,7 @@ from stoa.contracts.messages import AnchorCadence, Ask, MacAsk, RunInput, RunRes
 CALL_SECONDS: Final = 10.0
 QUERY_SECONDS: Final = 4.0
 """A query needs the run's control process, which may be away; then nobody answers, and nobody says so."""
+MOST_LISTED: Final = 1000
 _HOW_TO_START: Final = "start one with `stoa services` or `temporal server start-dev`, or set STOA_TEMPORAL_ADDRESS"
 ResultT = TypeVar("ResultT")
 
@@ -95,6 +96,13 @@ class Control:
     def sessions(self, run: str, hosts: tuple[str, ...]) -> tuple[SessionStatus, ...]:
         """What each host's session says of itself; sessions that do not answer are left out."""
         return self._call(self._sessions(run, hosts), run)
+
+    def present(self, run: str) -> tuple[str, ...]:
+        """Hosts whose sessions of this run are open, by name; empty where the server cannot tell."""
+        try:
+            return self._call(self._present(run), run)
+        except (ServiceError, RunMissingError):
+            return ()
 
     def ask(self, run: str, update: str, reason: str) -> None:
         """Send the update `pause`, `resume`, `drain` or `stop`. Raises UsageError if the run refuses it."""
@@ -168,6 +176,13 @@ class Control:
                 return None
 
         return tuple(status for status in await asyncio.gather(*map(one, hosts)) if status is not None)
+
+    async def _present(self, run: str) -> tuple[str, ...]:
+        client = await self._client(self._settings.namespace_mac)
+        first = names.session_workflow_id(run, "")
+        asked = f"ExecutionStatus = 'Running' AND WorkflowId STARTS_WITH '{first}'"
+        found = [one.id async for one in client.list_workflows(asked, limit=MOST_LISTED, rpc_timeout=timedelta(seconds=QUERY_SECONDS))]
+        return tuple(sorted(name.removeprefix(first) for name in found))
 
     async def _update(self, run: str, update: str, argument: Ask | MacAsk | AnchorCadence) -> None:
         handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))

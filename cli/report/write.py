@@ -4,7 +4,8 @@ The page needs no network and no script. Numbers are `summary.py`'s, figures are
 """
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ from cli.say import bytes_text, counted, time_text
 from stoa.telemetry.sinks import MetricRow
 
 TEMPLATE: Final = "report.html.jinja"
+METRICS_SECONDS: Final = 10.0
 
 
 def write_report(record: RunRecord, folder: Path) -> Summary:
@@ -34,6 +36,23 @@ def write_report(record: RunRecord, folder: Path) -> Summary:
 def write_metrics(record: RunRecord, path: Path) -> None:
     """One line a step, version and evaluation, in order of time."""
     _write(path, "".join(json.dumps(row.tree()) + "\n" for row in metric_rows(record)))
+
+
+class MetricsFile:
+    """metrics.jsonl of a run that is followed, written anew every `METRICS_SECONDS`."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._due = 0.0
+
+    def keep(self, record: RunRecord) -> None:
+        """Write it if it is time, or the run has ended."""
+        if self._clock() < self._due and record.state == "running":
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_metrics(record, self._path)
+        self._due = self._clock() + METRICS_SECONDS
 
 
 def metric_rows(record: RunRecord) -> Iterator[MetricRow]:
