@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+import psutil
 import structlog
 
 from stoa.contracts.errors import WiredError
@@ -34,6 +35,7 @@ LONG_SECONDS: Final = 120.0
 MAX_STARTS: Final = 6
 """Starts in a row that fail soon, before the whole gives up."""
 PORT_STEP: Final = 100
+_NICEST: Final = 19
 _BIND: Final = re.compile(r"(Couldn't bind socket|cannot listen at \S+) \(error: \d+\)")
 """As MLX's ring and `rank.py` say it: 48 and 98 are ports in use; macOS says 49 of a port, too."""
 
@@ -148,6 +150,7 @@ class Supervisor:
             process.stdin.flush()
         if self._asked.is_set():
             self.end()
+        threading.Thread(target=calm, args=(process.pid, len(self._hosts)), name="calm", daemon=True).start()
         self._await(process, launch.ended)
         pump.join(5.0)
         code, lost = _read_ended(launch.ended)
@@ -170,6 +173,15 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):  # ranks on this machine that outlived it, too
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def calm(pid: int, num_ranks: int) -> None:
+    """Let `mlx.launch` have what processor time nobody else wants, once it has started its ranks: it never sleeps."""
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        while len(process.children()) < num_ranks:
+            time.sleep(0.2)
+        process.nice(_NICEST)
 
 
 def _pump(source: IO[bytes] | None, seen: list[str]) -> None:

@@ -49,6 +49,7 @@ class Ranks:
         self._closing = False
         self.revision = [0] * (len(self._channels) + 1)
         """Writes to each Mac's weights so far."""
+        self._puts: list[list[Future[Message]]] = [[] for _ in self.revision]
         for rank, channel in enumerate(self._channels, 1):
             channel.start_beating()
             threading.Thread(target=self._read, args=(rank, channel), name=f"mac-{rank}", daemon=True).start()
@@ -83,11 +84,13 @@ class Ranks:
         return [answer.result(ORDER_SECONDS) for answer in [self.ask(rank, order) for rank in range(1, self.size)]]
 
     def put(self, rank: int, name: str, at: int, data: memoryview) -> None:
-        """See `parts.Elsewhere`."""
+        """See `parts.Elsewhere`. It is on its way when this returns; `digests` waits for it."""
         with self._lock:
             self.revision[rank] += 1
         order = Message("put", {"name": name, "at": at}, {"data": np.frombuffer(data, np.uint8)})
-        self.ask(rank, order).result(ORDER_SECONDS)
+        answer = self.ask(rank, order)
+        with self._lock:
+            self._puts[rank].append(answer)
 
     def apply(self, rank: int, change: Change) -> None:
         """See `parts.Elsewhere`."""
@@ -97,6 +100,10 @@ class Ranks:
 
     def digests(self, rank: int, names: Sequence[str]) -> dict[str, str]:
         """See `parts.Elsewhere`."""
+        with self._lock:
+            puts, self._puts[rank] = self._puts[rank], []
+        for put in puts:
+            put.result(ORDER_SECONDS)
         found = self.ask(rank, Message("digests", {"names": list(names)})).result(ORDER_SECONDS).fields["digests"]
         return {str(name): str(digest) for name, digest in found.items()} if isinstance(found, dict) else {}
 

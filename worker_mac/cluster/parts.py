@@ -20,7 +20,7 @@ from worker_mac.weights import LiveWeights, adopt
 
 
 class Elsewhere(Protocol):
-    """The other Macs of the set, by rank; every call waits until it is done there."""
+    """The other Macs of the set, by rank; calls wait until it is done there, `put` until its bytes are on their way."""
 
     def put(self, rank: int, name: str, at: int, data: memoryview) -> None: ...  # noqa: D102
 
