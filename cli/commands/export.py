@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from cli import say
-from cli.arguments import RunArgument, Servers
+from cli.arguments import AsJson, RunArgument, Servers
 from cli.say import Exit
 
 
@@ -19,13 +19,19 @@ def export(
         Literal["mlx", "hf"], Parameter(help="mlx: the newest version, int8, for stock mlx_lm; hf: the newest checkpoint for transformers.")
     ] = "mlx",
     config: Servers = None,
+    as_json: AsJson = False,
 ) -> Exit:
     """Make a folder of a run's newest weights that other tools open, and compare what it computes before saying done."""
+    import json
+    from dataclasses import asdict
+
     from cli.export import export_hf, export_mlx
     from cli.follow import find_run
 
     with find_run(run, config, temporal=False) as found:
         done = (export_hf if to == "hf" else export_mlx)(found.document, found.store, folder)
+    if as_json:
+        say.data(json.dumps({"run": run, "folder": str(folder), "to": to, **asdict(done)}, indent=2))
     say.talk(f"{folder}: {done.what} of run {run}, {say.bytes_text(done.num_bytes)}, for {to}")
     if done.max_logit_difference is None:
         say.error("the folder was not compared: mlx_lm is not installed here", "run `pip install 'stoa[mac]'` and export again")

@@ -45,6 +45,7 @@ def config_error(error: ValidationError, model: type[BaseModel], origin: Origin)
     """One ConfigError that tells every fault pydantic found in a tree of `model`."""
     lines = find_lines(origin.text)
     faults = list(dict.fromkeys(_fault(detail, model, origin, lines) for detail in error.errors(include_url=False)))
+    faults.sort(key=_place)
     return join_faults(faults, origin.name)
 
 
@@ -79,7 +80,7 @@ def dotted_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def nearest_name(wrong: str, model: type[BaseModel]) -> str:
-    """The setting most like `wrong`: in the same table (initials count: lr), then by last part anywhere, else any."""
+    """The setting most like `wrong`: in the same table (initials count: lr), then by last part anywhere, else any; "" if none is."""
     names = list(dotted_names(model))
     table, _, last = wrong.rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == table}
@@ -90,8 +91,18 @@ def nearest_name(wrong: str, model: type[BaseModel]) -> str:
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
     if close := get_close_matches(last, list(by_last), n=1, cutoff=0.75):
         return by_last[close[0]]
-    close = get_close_matches(wrong, names, n=1, cutoff=0.0)
+    close = get_close_matches(wrong, [name for name in names if not wrong.startswith(f"{name}.")], n=1, cutoff=0.7)
     return close[0] if close else ""
+
+
+def _listed(wrong: str, model: type[BaseModel]) -> str:
+    """What there is in the table of a key that is like no setting at all."""
+    names = list(dotted_names(model))
+    table = wrong.rpartition(".")[0]
+    while table and table not in names:
+        table = table.rpartition(".")[0]
+    here = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == table]
+    return f"{f'[{table}]' if table else 'the file'} has: {', '.join(here)}"
 
 
 def _fault(detail: ErrorDetails, model: type[BaseModel], origin: Origin, lines: Mapping[str, int]) -> Fault:
@@ -102,12 +113,19 @@ def _fault(detail: ErrorDetails, model: type[BaseModel], origin: Origin, lines: 
     if scalar:
         return Fault(where, f"{key} = {detail['input']!r}: should be text, a number, true or false", "")
     if detail["type"] == "extra_forbidden":
-        return Fault(where, f"{key} is not a setting", f"did you mean {nearest_name(key, model)}?")
+        near = nearest_name(key, model)
+        return Fault(where, f"{key} is not a setting", f"did you mean {near}?" if near else _listed(key, model))
     said = detail["msg"]
     if detail["type"] == "order":
         return Fault(where, f"{key}: {said}", "")
     said = said[:1].lower() + said[1:]
     return Fault(where, f"{key} = {detail['input']!r}: {said}", _allowed(detail))
+
+
+def _place(fault: Fault) -> tuple[bool, int]:
+    """Faults of the file's lines in their order, then those of later layers as they came."""
+    number = fault.where.rpartition(":")[2]
+    return (not number.isdecimal(), int(number) if number.isdecimal() else 0)
 
 
 def _allowed(detail: ErrorDetails) -> str:

@@ -4,12 +4,29 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from inspect import signature
 
 import pytest
+from cyclopts import App
 
 from cli.main import _COMMANDS, build
 
-HEAVY = ("pydantic", "numpy", "temporalio", "boto3", "matplotlib", "torch", "mlx", "megatron", "worker_mac", "trainer_gpu", "workflows")
+HEAVY = (
+    "pydantic",
+    "numpy",
+    "textual",
+    "jinja2",
+    "temporalio",
+    "boto3",
+    "matplotlib",
+    "torch",
+    "mlx",
+    "megatron",
+    "worker_mac",
+    "trainer_gpu",
+    "workflows",
+)
 NAMES = [name for commands in _COMMANDS.values() for name in commands]
 
 
@@ -52,6 +69,37 @@ def test_mistyped_command_is_wrong_use_and_names_the_nearest(given: str, meant: 
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert meant in done.stderr.splitlines()[0]
+
+
+def leaves(app: App, name: str) -> Iterator[tuple[str, Callable[..., object]]]:
+    """Every command that does something, with its function: those of a group by their two words."""
+    own = [word for word in app if not word.startswith("-")]
+    if own:
+        for word in own:
+            yield from leaves(app[word], f"{name} {word}")
+    else:
+        assert app.default_command is not None
+        yield name, app.default_command
+
+
+ACTS = {
+    "demo": "its report.json says more",
+    "run": "follows; `stoa status --json` tells the same at any moment",
+    "services": "runs until Ctrl-C",
+    "join": "runs until its Mac leaves",
+    "leave": "says yes or no by its exit code",
+    "proxy": "runs until Ctrl-C",
+    "setup": "says yes or no by its exit code",
+    "completion": "prints a script",
+    "search fetch": "fetches files",
+}
+
+
+def test_every_command_that_reads_prints_json() -> None:
+    """A command either takes --json or stands in the list of those that only act, with why."""
+    app = build()
+    found = {name: "as_json" in signature(do).parameters for word in NAMES for name, do in leaves(app[word], word)}
+    assert {name for name, has in found.items() if not has} == set(ACTS)
 
 
 def test_mistyped_flag_names_the_nearest() -> None:

@@ -83,6 +83,17 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     assert "did you mean tv?" in error.message
 
 
+def test_faults_come_in_the_order_of_the_files_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, '[stop]\nmax_step = 3\n[learning]\nbeta1 = 2.0\n[bucket]\nnam = "x"\n')
+    told = refused(path, "run.x=1").message.splitlines()[1:]
+    assert [line.split(": ")[0].strip() for line in told][:3] == [f"{path}:2", f"{path}:4", f"{path}:6"]
+
+
+def test_key_that_is_like_no_setting_is_told_what_there_is(tmp_path: Path) -> None:
+    assert refused(write(tmp_path, "[retention]\nzzzz = 1\n")).hint == "[retention] has: grace_hours, anchors, group_versions"
+    assert refused(write(tmp_path, "qqqq = 1\n")).hint.startswith("the file has: run, seed, model, ")
+
+
 FLOATS = [
     name
     for name in dotted_names(RunConfig)
