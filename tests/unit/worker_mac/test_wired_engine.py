@@ -1,0 +1,149 @@
+"""A Mac's engine over a wired set: a real bucket, real updates, groups as one machine would have made them."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stoa.bucket.store import Store
+from stoa.contracts.errors import WrongStateError
+from stoa.weights.pulse import Change
+from tests.unit.worker_mac.policies import TINY, model_of, random_state
+from tests.unit.worker_mac.publishing import Publishing, Quiet, train_request
+from tests.unit.worker_mac.tasks import Dialogue, play
+from tests.unit.worker_mac.test_engine import groups_of
+from tests.unit.worker_mac.test_wired import same
+from tests.unit.worker_mac.wired import fill, wired_set
+from worker_mac.cluster.lead import WiredSet
+from worker_mac.cluster.parts import part_of
+from worker_mac.cluster.set_engine import SetPlayer, SetVersions, split_model
+from worker_mac.cluster.split import Strength
+from worker_mac.engine import MacEngine, Waits
+from worker_mac.forced import Forced
+from worker_mac.model_config import read_model_config
+from worker_mac.sampler import seed_of
+from worker_mac.sweep import Casting
+
+MACS = [Strength(None, 1.0), Strength(None, 1.0)]
+SPANS = [range(2), range(2, 3)]
+
+
+@pytest.fixture
+def published(store: Store, tmp_path: Path) -> Publishing:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    run = Publishing(store, folder)
+    run.publish()
+    return run
+
+
+@pytest.fixture
+def wired() -> Iterator[WiredSet]:
+    with wired_set(TINY, None, SPANS) as made:
+        yield made
+
+
+def engine_of(published: Publishing, wired: WiredSet, folder: Path) -> MacEngine:
+    return MacEngine(
+        published.store,
+        published.document,
+        Dialogue(),
+        host="set-1",
+        folder=folder / "set-1",
+        model_folder=folder / "base",
+        waits=Waits(20.0, 20.0),
+        make_versions=partial(SetVersions, wired),
+        make_player=partial(SetPlayer, wired, MACS),
+    )
+
+
+def check_groups(published: Publishing, version: int, sweep: int) -> None:
+    """Every group is what one machine makes of the published weights and the group's seed."""
+    model = model_of(TINY, published.publisher.mirror)
+    groups = groups_of(published.store, version, sweep, "set-1")
+    assert sorted(groups) == list(range(8))
+    castings = [Casting(index, one.question_id, seed_of(one.seed, n)) for index, one in groups.items() for n in range(8)]
+    _, expected = play(model, Dialogue(), castings)
+    same({index: group.episodes for index, group in groups.items()}, expected)
+
+
+def test_an_engine_over_a_set_joins_follows_updates_and_ships_what_one_machine_would(
+    published: Publishing, wired: WiredSet, tmp_path: Path
+) -> None:
+    engine = engine_of(published, wired, tmp_path)
+    try:
+        first = engine.sweep(train_request(0, host="set-1"), Quiet())
+        assert (first.status, first.version, first.num_groups) == ("done", 0, 8)
+        check_groups(published, 0, 0)
+        published.publish()
+        published.publish()
+        second = engine.sweep(train_request(1, host="set-1"), Quiet())
+        assert (second.status, second.version) == ("done", 2)
+        check_groups(published, 2, 1)
+        assert second.bytes_down < published.layout.num_bytes / 4
+    finally:
+        engine.close()
+
+
+def test_weights_that_one_mac_holds_wrongly_ship_nothing_and_are_built_anew(published: Publishing, wired: WiredSet, tmp_path: Path) -> None:
+    engine = engine_of(published, wired, tmp_path)
+    try:
+        engine.sweep(train_request(0, host="set-1"), Quiet())
+        # Another Mac's memory goes wrong unnoticed: the rescan after the next update finds it.
+        name = "model.layers.2.feed_forward.switch_mlp.up_proj.weight"
+        wired.ranks.put(1, name, 0, memoryview(bytes(64)))
+        published.publish()
+        second = engine.sweep(train_request(1, host="set-1"), Quiet())
+        assert (second.status, second.version) == ("done", 1)
+        check_groups(published, 1, 1)
+    finally:
+        engine.close()
+
+
+def test_a_change_is_applied_on_each_mac_as_it_is_on_one(wired: WiredSet) -> None:
+    state, numbers = random_state(TINY), np.random.default_rng(5)
+    fill(wired, state)
+    groups = np.sort(numbers.choice(state.layout.num_codes // 64, 40, replace=False))
+    positions = np.sort(numbers.choice(state.layout.num_codes, 3000, replace=False))
+    positions = positions[~np.isin(positions // 64, groups)]
+    flat = np.concatenate([state.arrays[spec.name].reshape(-1) for spec in state.layout.quantised])
+    raws = np.sort(numbers.choice(state.layout.num_raw, 50, replace=False))
+    change = Change(
+        positions,
+        np.where(flat[positions] > 127, -3, 3).astype(np.int16),
+        raws,
+        numbers.integers(0, 1 << 30, 50).astype(np.uint32),
+        groups,
+        numbers.integers(0, 1 << 14, 40).astype(np.uint16),
+        numbers.integers(0, 1 << 14, 40).astype(np.uint16),
+        numbers.integers(0, 255, (40, 64)).astype(np.uint8),
+    )
+    wired.weights.state.apply(change)
+    state.apply(change)
+    assert wired.weights.state.state_id() == state.state_id()
+    everything = [part_of(change, state.layout, [spec.name for spec in state.layout.tensors])]
+    assert everything[0].positions.tolist() == positions.tolist()
+    assert not len(part_of(change, state.layout, []).positions)
+
+
+def test_a_plan_for_weights_that_a_mac_does_not_have_is_refused(wired: WiredSet) -> None:
+    fill(wired, random_state(TINY))
+    decoder = wired.decoder(9, 4)
+    wired.ranks.revision[1] += 1
+    with pytest.raises(WrongStateError, match="weights here are of revision"):
+        Forced(model_of(TINY, random_state(TINY)), 1, 32, make=lambda *_: decoder).feed([np.arange(4, dtype=np.int32)])
+    wired.ranks.revision[1] -= 1
+
+
+def test_weights_of_one_rank_are_at_most_six_tenths_at_two_ranks() -> None:
+    ten = TINY | {"num_hidden_layers": 10, "layer_types": ["conv", "full_attention"] * 5}
+    state = random_state(ten)
+    spans = split_model(read_model_config(ten), state.layout, MACS, 128)
+    with wired_set(ten, state, spans) as wired:
+        decoder = wired.decoder(9, 4)
+        assert max(wired.weights_bytes) / state.layout.num_bytes <= 0.6
+        assert max(decoder.cache_bytes) / sum(decoder.cache_bytes) <= 0.6
+        assert json.dumps(wired.peaks())
