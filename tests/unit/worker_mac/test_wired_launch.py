@@ -1,0 +1,114 @@
+"""The supervisor of a wired set, with a script in place of `mlx.launch`; and the script that is in place of SSH."""
+
+import os
+import stat
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stoa.contracts.errors import WiredError
+from worker_mac.cluster import launch as launching
+from worker_mac.cluster.hosts import WiredHost
+from worker_mac.cluster.install import install_lines, link_here, ours
+from worker_mac.cluster.launch import Supervisor
+from worker_mac.cluster.probe import Said
+
+DONE = 'ended.write_text(json.dumps({"code": 0, "lost": ""}))'
+HOSTS = (WiredHost("127.0.0.1"), WiredHost("127.0.0.1"))
+STAND_IN = """#!{python}
+import json, os, pathlib, sys, time
+folder = pathlib.Path({folder!r})
+words = sys.argv[1:]
+port = words[words.index("--starting-port") + 1]
+ended = pathlib.Path(words[words.index("--ended") + 1])
+with (folder / "starts").open("a") as file:
+    file.write(f"{{port}} {{os.getcwd()}} {{sys.stdin.readline().strip()}}\\n")
+number = len((folder / "starts").read_text().splitlines())
+{body}
+"""
+
+
+def supervisor(folder: Path, body: str) -> Supervisor:
+    program = folder / "mlx.launch"
+    program.write_text(STAND_IN.format(python=sys.executable, folder=str(folder), body=body))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    said: list[str] = []
+    made = Supervisor(HOSTS, NoProbe(), ("--state", "x"), folder, available=("ring",), say=said.append, home=folder, program=str(program))
+    made.lines = said
+    return made
+
+
+class NoProbe:
+    def ask(self, host: WiredHost, command: object) -> Said:
+        raise AssertionError("ranks on one machine need no wire")
+
+
+def starts(folder: Path) -> list[list[str]]:
+    return [line.split() for line in (folder / "starts").read_text().splitlines()]
+
+
+def test_a_set_whose_port_is_taken_moves_to_another_and_ends_with_its_worker(tmp_path: Path) -> None:
+    made = supervisor(
+        tmp_path,
+        'if number == 1:\n    sys.exit("RuntimeError: [ring] Couldn\'t bind socket (error: 49)")\n' + DONE,
+    )
+    assert made.run() == 0
+    found = starts(tmp_path)
+    assert [port for port, *_ in found] == ["3700", "3800"]
+    assert {place for _, place, _ in found} == {str(tmp_path)}
+    assert len({secret for *_, secret in found}) == 2 and all(len(secret) == 32 for *_, secret in found)
+    assert [line.split("--starting-port ")[1].split()[0] for line in made.lines] == ["3700", "3800"]
+
+
+def test_a_lost_rank_starts_the_whole_again_and_the_code_is_the_workers(tmp_path: Path) -> None:
+    made = supervisor(
+        tmp_path, 'ended.write_text(json.dumps({"code": 75 if number == 1 else 2, "lost": "Mac 1 is gone" if number == 1 else ""}))'
+    )
+    assert made.run() == 2
+    assert len(starts(tmp_path)) == 2
+    assert len(made.lines) == 1, "the line is told once"
+
+
+def test_a_set_that_never_stays_up_is_given_up_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "MAX_STARTS", 2)
+    made = supervisor(tmp_path, 'sys.exit("no room")')
+    with pytest.raises(WiredError, match="2 starts in a row failed soon: it ended without a word: no room"):
+        made.run()
+
+
+def test_asked_to_end_the_set_is_told_and_ends(tmp_path: Path) -> None:
+    made = supervisor(
+        tmp_path,
+        'word = sys.stdin.readline().strip()\n(folder / "word").write_text(word)\nended.write_text(json.dumps({"code": 0, "lost": ""}))',
+    )
+
+    def end() -> None:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "starts").is_file() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        made.end()
+
+    threading.Thread(target=end).start()
+    assert made.run() == 0
+    assert (tmp_path / "word").read_text() == "end"
+
+
+def test_what_hangs_after_the_worker_has_ended_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "LEAVE_SECONDS", 0.3)
+    made = supervisor(tmp_path, 'ended.write_text(json.dumps({"code": 0, "lost": ""}))\ntime.sleep(60)')
+    began = time.monotonic()
+    assert made.run() == 0
+    assert time.monotonic() - began < 30
+
+
+def test_the_program_stands_under_one_relative_path_in_every_home(tmp_path: Path) -> None:
+    link_here(tmp_path)
+    assert (tmp_path / "stoa-wired" / "venv" / "bin" / "python").resolve() == Path(sys.executable).resolve()
+    link_here(tmp_path, prefix=tmp_path)
+    assert os.readlink(tmp_path / "stoa-wired" / "venv") == str(tmp_path)
+    lines = install_lines(WiredHost("ann@mini.local"), Path("/tmp/stoa-0.1.0-py3-none-any.whl"))
+    assert lines[1][-1] == "ann@mini.local:stoa-wired/"
+    assert f"mlx=={ours().split()[1]}" in lines[2][-1] and "stoa-wired/stoa-0.1.0-py3-none-any.whl[mac]" in lines[2][-1]
