@@ -131,6 +131,7 @@ def run_input(config: RunConfig) -> RunInput:
             every_versions=evaluation.every_versions,
             num_questions=evaluation.num_questions,
             num_questions_final=evaluation.num_questions_final,
+            num_samples_final=evaluation.num_samples_final,
             questions_a_part=evaluation.questions_a_part,
             part_timeout_seconds=config.timeouts.sweep_seconds,
             timeout_seconds=2 * config.timeouts.sweep_seconds,

@@ -37,7 +37,7 @@ from worker_mac.memory import CACHE_BYTES
 from worker_mac.model_config import read_model_config
 from worker_mac.player import Player
 from worker_mac.sampler import NEUTRAL, Sampling, seed_of
-from worker_mac.sweep import NOTHING_PLAYED, Casting, OnGroup, Played
+from worker_mac.sweep import NOTHING_PLAYED, Casting, OnGroup, Played, exam_castings
 from worker_mac.uploader import Gate, Spool, Uploader
 from worker_mac.versions import Pulled, Served, Versions
 
@@ -276,7 +276,7 @@ class MacEngine:
         return seed_of(self._config.seed, self._run, self._host, run.served.version, run.request.sweep, index)
 
     def _evaluate(self, request: SweepRequest, head: Head, idle_seconds: float, progress: Progress) -> SweepResult:
-        """One part of an evaluation: one episode a question on the pinned version; one object."""
+        """One part of an evaluation: `group_size` episodes a question on the pinned version; one object."""
         with _reported_download(self._store, progress):
             if self._versions.version < head.version == request.version:
                 served, pulled = self._versions.newest(head, request.version)
@@ -285,7 +285,7 @@ class MacEngine:
         run = _Run(request, served, pulled, idle_seconds)
         # Keyed by question and not by place, so that the result does not depend on how questions were dealt out.
         seed = seed_of(self._config.seed, self._run, "eval", request.evaluation, request.version)
-        castings = [Casting(0, question, seed_of(seed, question)) for question in request.question_ids]
+        castings = exam_castings(request.question_ids, request.group_size, seed)
         episodes: list[Episode] = []
         self._versions.stage_ahead(self._config.timeouts.head_poll_seconds)
         total = self._play_groups(run, [castings], lambda _, ended: episodes.extend(ended), progress)

@@ -22,7 +22,7 @@ from stoa.rollouts.records import Episode, StopReason, Turn
 from worker_mac.pace import Pace
 from worker_mac.pages import Pages
 from worker_mac.plan import Work
-from worker_mac.sampler import uniforms
+from worker_mac.sampler import seed_of, uniforms
 from worker_mac.schedule import Schedule
 
 _log = structlog.get_logger(__name__)
@@ -59,6 +59,15 @@ class Casting:
     group: int
     question_id: str
     key: int
+
+
+def exam_castings(question_ids: Sequence[str], num_samples: int, seed: int) -> list[Casting]:
+    """Samples of each question one after another, all in one group; streams depend on question and sample alone."""
+    return [
+        Casting(0, question, seed_of(seed, question, sample) if sample else seed_of(seed, question))
+        for question in question_ids
+        for sample in range(num_samples)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,8 @@ def _(event: Acquired, state: RunProgress, rules: RunInput, now: float) -> RunPr
     after = _with_version(_fed(after), VersionFacts(event.version, event.step, now, has_anchor=event.anchor_version == event.version))
     # Step 0 means that nothing was trained yet: these weights are the base that the run is measured against.
     if event.step == 0 and state.full_version < 0 and rules.evaluation.num_questions_final and not state.hurried:
-        first = Evaluation(f"v{event.version}-first", event.version, rules.evaluation.num_questions_final)
+        plan = rules.evaluation
+        first = Evaluation(f"v{event.version}-first", event.version, plan.num_questions_final, num_samples=plan.num_samples_final)
         after = replace(after, wanted=(*after.wanted, first), full_version=event.version)
     return after
 
@@ -267,6 +268,11 @@ def _(event: AnchorCadence, state: RunProgress, rules: RunInput, now: float) -> 
 
 
 @apply.register
+def _(event: Evaluation, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
+    return replace(state, wanted=(*state.wanted, event))
+
+
+@apply.register
 def _(event: EvaluationOpened, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
     wanted = tuple(evaluation for evaluation in state.wanted if evaluation.name != event.evaluation.name)
     if any(evaluation.name == event.evaluation.name for evaluation in state.opened):
@@ -291,7 +297,7 @@ def _(event: EvaluationLost, state: RunProgress, rules: RunInput, now: float) ->
         search_rate=0.0,
         error=event.reason[:MAX_TEXT],
     )
-    is_full = not lost.name.endswith("-every")
+    is_full = lost.name.endswith(("-first", "-last"))
     return _with_result(replace(state, full_version=lost.version) if is_full else state, result)
 
 

@@ -32,6 +32,8 @@ with workflow.unsafe.imports_passed_through():
 
 MIN_POLL_SECONDS = 1.0
 MAX_POLL_SECONDS = 10.0
+MAX_EPISODES_A_PART = 256
+"""So many episodes the object of a part may hold."""
 
 
 @workflow.defn(name=names.EVALUATION)
@@ -75,7 +77,7 @@ class EvaluationWorkflow:
 
     async def _collect(self) -> None:
         await self._questions_of(0)
-        size = self._given.questions_a_part
+        size = self._questions_a_part
         self._deal = parts.Deal((self._num_questions + size - 1) // size)
         poll_seconds = MIN_POLL_SECONDS
         hosts: tuple[str, ...] = ()
@@ -93,6 +95,11 @@ class EvaluationWorkflow:
             await self._wait(poll_seconds)
         if self._stopped:
             raise ApplicationError(f"the run has ended: {self._stopped}", type="StarvedError")
+
+    @property
+    def _questions_a_part(self) -> int:
+        """As many as were asked for, while their samples fit one object."""
+        return max(1, min(self._given.questions_a_part, MAX_EPISODES_A_PART // max(1, self._given.num_samples)))
 
     async def _wait(self, poll_seconds: float) -> None:
         """Until an answer comes; not longer than the next look at the fleet, or the limit of the oldest part."""
@@ -120,7 +127,8 @@ class EvaluationWorkflow:
 
     async def _send(self, handing: parts.Handed) -> None:
         given = self._given
-        part = EvalPart(given.run, given.evaluation, given.version, handing.part, await self._questions_of(handing.part))
+        question_ids = await self._questions_of(handing.part)
+        part = EvalPart(given.run, given.evaluation, given.version, handing.part, question_ids, given.num_samples)
         session = workflow.get_external_workflow_handle(names.session_workflow_id(given.run, handing.host))
         try:
             await session.signal(names.EVAL_SWEEP, part)
@@ -129,10 +137,8 @@ class EvaluationWorkflow:
 
     async def _questions_of(self, part: int) -> tuple[str, ...]:
         if part not in self._questions:
-            given = self._given
-            request = HeldOutRequest(
-                given.run, given.num_questions, given.sample_seed, part * given.questions_a_part, given.questions_a_part
-            )
+            given, size = self._given, self._questions_a_part
+            request = HeldOutRequest(given.run, given.num_questions, given.sample_seed, part * size, size)
             answer = await call(names.HELD_OUT, request, HeldOutPart, limits.CONTROL)
             self._num_questions = answer.num_questions
             self._questions[part] = answer.question_ids
@@ -140,7 +146,7 @@ class EvaluationWorkflow:
 
     async def _summarise(self) -> EvaluationResult:
         given = self._given
-        request = SummariseRequest(given.run, given.evaluation, given.version, self._deal.keys, self._num_questions)
+        request = SummariseRequest(given.run, given.evaluation, given.version, self._deal.keys, self._num_questions, given.num_samples)
         return await call(names.SUMMARISE_EVALUATION, request, EvaluationResult, limits.SCORING)
 
     async def _report(self, result: EvaluationResult) -> None:

@@ -104,6 +104,7 @@ Event = (
     | HeadStateResult
     | MacList
     | FleetEvent
+    | Evaluation
     | EvaluationOpened
     | EvaluationLost
     | EvaluationResult

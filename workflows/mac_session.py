@@ -239,7 +239,7 @@ class MacSessionWorkflow:
             self._state.sweep,
             "eval",
             part.question_ids,
-            1,
+            part.num_samples,
             version=part.version,
             evaluation=part.evaluation,
             part=part.part,

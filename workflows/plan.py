@@ -7,7 +7,9 @@ small control activities, so that neither a long step nor an evaluation keeps a 
 from dataclasses import dataclass, replace
 from typing import Final
 
+from stoa.contracts.evaluation_messages import EvalAsk
 from stoa.contracts.fleet_messages import Census, Standing
+from stoa.contracts.ids import is_name
 from stoa.contracts.messages import RunInput, RunState, RunStatus
 from workflows import anchors, costs, fleet
 from workflows.state import Evaluation, RunProgress
@@ -17,6 +19,10 @@ EMPTY_FLEET_SECONDS: Final = 60.0
 PROMPT_SECONDS: Final = 10.0
 """The same where a person asked the run to stop."""
 MAX_OPEN_EVALUATIONS: Final = 2
+MAX_QUESTIONS: Final = 1_000_000
+MAX_SAMPLES: Final = 16
+ROLES: Final = ("-first", "-every", "-last")
+"""How the names of the run's own evaluations end."""
 FIRST_WAIT_SECONDS: Final = 10.0
 MAX_STEP_WAIT_SECONDS: Final = 60.0
 DRAIN_WAIT_SECONDS: Final = 5.0
@@ -201,7 +207,30 @@ def last_evaluation(state: RunProgress, rules: RunInput, now: float) -> Evaluati
     ends = end_reason(state, rules, now) and _closing_step(state, rules) is None
     if not ends or state.hurried or not num_questions or state.version < 0 or state.full_version == state.version:
         return None
-    return Evaluation(f"v{state.version}-last", state.version, num_questions)
+    return Evaluation(f"v{state.version}-last", state.version, num_questions, num_samples=rules.evaluation.num_samples_final)
+
+
+def no_evaluation(ask: EvalAsk, state: RunProgress) -> str:
+    """Why a person's evaluation cannot be, "" if it can."""
+    if not -1 <= ask.version <= state.version or state.version < 0:
+        return f"version {ask.version} is not published, the newest is {state.version}"
+    if not is_name(ask.name) or ask.name.endswith(ROLES):
+        return f"{ask.name!r} is no name for an evaluation"
+    names = {one.name for one in (*state.wanted, *state.opened)} | {result.evaluation for result in state.results}
+    if ask.name in names:
+        return f"evaluation {ask.name} was asked for before"
+    if not 0 <= ask.num_questions <= MAX_QUESTIONS or not 1 <= ask.num_samples <= MAX_SAMPLES:
+        return f"{ask.num_questions} questions of {ask.num_samples} samples: at most {MAX_QUESTIONS} of {MAX_SAMPLES}"
+    if len(state.wanted) + len(state.opened) >= MAX_OPEN_EVALUATIONS + 1:
+        return f"{len(state.wanted) + len(state.opened)} evaluations are under way: ask again later"
+    return ""
+
+
+def asked_evaluation(ask: EvalAsk, state: RunProgress, rules: RunInput) -> Evaluation:
+    """What a person asked for, with the run's numbers where none were named."""
+    version = state.version if ask.version < 0 else ask.version
+    num_questions = ask.num_questions or rules.evaluation.num_questions_final or rules.evaluation.num_questions
+    return Evaluation(ask.name, version, num_questions, num_samples=ask.num_samples)
 
 
 def next_for_desk(state: RunProgress, rules: RunInput, now: float, *, trainer_idle: bool, takes_census: bool = True) -> DeskCommand | None:

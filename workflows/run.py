@@ -16,7 +16,7 @@ from temporalio.workflow import ActivityHandle
 
 with workflow.unsafe.imports_passed_through():
     from stoa.contracts import names
-    from stoa.contracts.evaluation_messages import EvaluationInput, EvaluationResult, EvaluationStart, ListMacsRequest, MacList
+    from stoa.contracts.evaluation_messages import EvalAsk, EvaluationInput, EvaluationResult, EvaluationStart, ListMacsRequest, MacList
     from stoa.contracts.fleet_messages import (
         Census,
         CensusRequest,
@@ -247,6 +247,7 @@ class RunWorkflow:
             part_timeout_seconds=rules.part_timeout_seconds,
             sample_seed=rules.sample_seed,
             timeout_seconds=rules.timeout_seconds,
+            num_samples=evaluation.num_samples,
         )
 
     def _take(self, event: Event) -> None:
@@ -358,6 +359,21 @@ class RunWorkflow:
         self._refuse_if_ending("change its anchors")
         if not 1 <= cadence.every_versions <= MAX_CADENCE:
             raise _refusal(f"an anchor every {cadence.every_versions} versions: it must be 1 to {MAX_CADENCE}")
+
+    @workflow.update(name=names.EVALUATE)
+    def evaluate(self, ask: EvalAsk) -> EvaluationInput:
+        """Examine a version; the run does not end before it has its result. Answers what will be examined."""
+        evaluation = plan.asked_evaluation(ask, self._state, self._rules)
+        self._take(evaluation)
+        return self._evaluation_input(evaluation)
+
+    @evaluate.validator
+    def check_evaluate(self, ask: EvalAsk) -> None:
+        """Refuse a version that is not there, a name that is taken, and more than can be played at once."""
+        self._refuse_if_ending("evaluate")
+        reason = plan.no_evaluation(ask, self._state)
+        if reason:
+            raise _refusal(f"run {self._rules.run}: {reason}")
 
     @workflow.update(name=names.QUARANTINE)
     def quarantine(self, ask: MacAsk) -> RunStatus:

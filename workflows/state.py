@@ -27,6 +27,7 @@ class Evaluation:
     version: int
     num_questions: int
     opened_at: float = 0.0
+    num_samples: int = 1
 
 
 @dataclass(frozen=True)

@@ -342,6 +342,8 @@ class Evaluation(Section):
     """Questions of an evaluation on the way."""
     num_questions_final: Annotated[int, Field(ge=1, le=1_000_000)] = 512
     """Questions of the first and the last evaluation."""
+    num_samples_final: Annotated[int, Field(ge=1, le=16)] = 1
+    """Samples of each question there; with several, pass@k is told beside pass@1."""
     questions_a_part: Annotated[int, Field(ge=1, le=256)] = 64
     """Questions handed to one Mac at a time."""
     temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0

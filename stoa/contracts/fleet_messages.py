@@ -60,7 +60,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """One sweep: `train` has one question a group of `group_size`; `eval` one episode a question on a pinned version."""
+    """One sweep: `train` has one question a group of `group_size`; `eval` `group_size` samples of each question on a pinned version."""
 
     run: str
     host: str

@@ -32,6 +32,7 @@ DRAIN: Final = "drain"
 SET_ANCHOR_CADENCE: Final = "set_anchor_cadence"
 QUARANTINE: Final = "quarantine"
 DRAIN_MAC: Final = "drain_mac"
+EVALUATE: Final = "evaluate"
 RELEASE: Final = "release"
 
 # activities

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from temporalio.client import WorkflowFailureError, WorkflowHandle
+from temporalio.client import WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
 from activities.connection import make_worker
 from stoa.contracts import names
-from stoa.contracts.evaluation_messages import EvaluationPlan
+from stoa.contracts.evaluation_messages import EvalAsk, EvaluationInput, EvaluationPlan
 from stoa.contracts.fleet_messages import FleetEvent, FleetQuery
 from stoa.contracts.messages import Ask, RunInput, RunResult, RunStatus, StepResult, StopConditions
 from tests.workflows.world import World, error, scored
@@ -96,6 +96,22 @@ async def test_first_and_last_version_are_evaluated_in_full_and_others_by_cadenc
     asked = [(start.input.evaluation, start.input.version, start.input.num_questions) for start in world.evaluations]
     assert asked == [("v0-first", 0, 512), ("v2-every", 2, 128), ("v4-every", 4, 128), ("v5-last", 5, 512)]
     assert [one.evaluation for one in result.evaluations] == ["v0-first", "v2-every", "v4-every", "v5-last"]
+
+
+async def test_run_examines_what_a_person_asks_for_before_it_ends(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client, step_seconds=0.2)
+    world.on_evaluation = lambda start: scored(start.input.run, start.input.evaluation, start.input.version)
+    async with running(skipping, rules(stop=StopConditions(max_steps=1000)), world) as handle:
+        await until(handle, lambda status: status.version >= 1)
+        given = await handle.execute_update(names.EVALUATE, EvalAsk("mine", 1, 32, 8), result_type=EvaluationInput)
+        assert (given.evaluation, given.version, given.num_questions, given.num_samples) == ("mine", 1, 32, 8)
+        with pytest.raises(WorkflowUpdateFailedError) as refused:
+            await handle.execute_update(names.EVALUATE, EvalAsk("mine"), result_type=EvaluationInput)
+        assert "was asked for before" in str(refused.value.cause)
+        await handle.execute_update(names.STOP, Ask("enough"))
+        result = await handle.result()
+    assert [(one.evaluation, one.version) for one in result.evaluations] == [("mine", 1)]
+    assert [(start.input.num_questions, start.input.num_samples) for start in world.evaluations] == [(32, 8)]
 
 
 async def test_last_evaluation_that_never_answers_is_given_up_and_the_run_ends(skipping: WorkflowEnvironment) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoa.contracts.evaluation_messages import EvaluationPlan, EvaluationResult, MacList
+from stoa.contracts.evaluation_messages import EvalAsk, EvaluationPlan, EvaluationResult, MacList
 from stoa.contracts.fleet_messages import Census, FleetEvent, MacFacts, Released
 from stoa.contracts.messages import (
     Acquired,
@@ -417,3 +417,43 @@ def test_lease_is_numbered_above_the_one_in_head_and_asked_for_again_after_a_fen
     assert plan.next_for_trainer(state, RULES, 0.0) == plan.FindLease()
     state = apply(LeaseFound(7002), state, RULES, 0.0)
     assert plan.next_for_trainer(state, RULES, 0.0) == plan.Acquire(8)
+
+
+def test_asked_evaluation_is_opened_with_the_runs_numbers_and_holds_its_end_up() -> None:
+    state = at(8, published_step=8, checkpoint_step=8, version=2, full_version=2, num_macs=1)
+    asked = EvalAsk("mine", num_samples=8)
+    assert plan.no_evaluation(asked, state) == ""
+    evaluation = plan.asked_evaluation(asked, state, RULES)
+    assert (evaluation.version, evaluation.num_questions, evaluation.num_samples) == (2, 16, 8)
+    state = apply(evaluation, state, RULES, 1.0)
+    assert plan.next_for_desk(replace(state, fleet_known=True), RULES, 1.0, trainer_idle=False) == plan.OpenEvaluation(evaluation)
+    state = apply(Asked("stop", "enough"), apply(EvaluationOpened(evaluation), state, RULES, 2.0), RULES, 3.0)
+    assert not plan.is_finished(replace(state, head_state="stopped", released=True), RULES, 4.0)
+    state = apply(EvaluationResult("demo", "mine", 2, 16, 0.5, (0.2, 0.8), 0.5), state, RULES, 5.0)
+    assert plan.is_finished(replace(state, head_state="stopped", released=True), RULES, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (EvalAsk("mine", version=3), "version 3 is not published"),
+        (EvalAsk("mine", version=-2), "version -2 is not published"),
+        (EvalAsk("v2-last"), "is no name"),
+        (EvalAsk("../x"), "is no name"),
+        (EvalAsk("known"), "was asked for before"),
+        (EvalAsk("mine", num_samples=17), "at most"),
+        (EvalAsk("mine", num_questions=-1), "at most"),
+    ],
+)
+def test_evaluation_that_cannot_be_is_refused_with_the_reason(asked: EvalAsk, words: str) -> None:
+    state = apply(EvaluationResult("demo", "known", 1, 8, 0.5, (0.2, 0.8), 0.5), at(8, version=2), RULES, 0.0)
+    assert words in plan.no_evaluation(asked, state)
+
+
+def test_no_more_evaluations_are_taken_than_can_be_played() -> None:
+    state = at(8, version=2)
+    for number in range(3):
+        asked = EvalAsk(f"mine-{number}")
+        assert plan.no_evaluation(asked, state) == ""
+        state = apply(plan.asked_evaluation(asked, state, RULES), state, RULES, 0.0)
+    assert "under way" in plan.no_evaluation(EvalAsk("one-more"), state)
