@@ -1,0 +1,190 @@
+"""Connections, collectives and halves of a wired set when something goes wrong."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stoa.contracts.errors import FormatError, GpuInterruptedError, RankLostError, WiredError
+from tests.servers import free_ports
+from tests.unit.worker_mac.policies import TINY, model_of, random_state
+from tests.unit.worker_mac.tasks import Dialogue, play
+from tests.unit.worker_mac.test_wired import castings, same
+from tests.unit.worker_mac.wired import wired_set
+from worker_mac.cluster import rank as ranks
+from worker_mac.cluster.lanes import Lane, Lanes
+from worker_mac.cluster.link import Watchdog
+from worker_mac.cluster.wire import Channel, Message
+from worker_mac.decoder import Drawn
+from worker_mac.pages import Pages, PoolKey
+from worker_mac.plan import Work
+from worker_mac.sweep import Sweep, cast
+
+
+def pair() -> tuple[Channel, Channel, socket.socket]:
+    here, there = socket.socketpair()
+    return Channel(here, "the other"), Channel(there, "this"), there
+
+
+def test_a_message_arrives_as_it_was_sent() -> None:
+    here, there, _ = pair()
+    arrays = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "none": np.zeros((0, 64), np.uint8), "b": np.array([True, False])}
+    here.send(Message("step", {"id": 3, "names": ["x"], "settings": [0.5, 0]}, arrays))
+    found = there.receive()
+    assert (found.op, found.number("id"), found.texts("names")) == ("step", 3, ("x",))
+    assert {name: (array.dtype, array.tolist()) for name, array in found.arrays.items()} == {
+        name: (array.dtype, array.tolist()) for name, array in arrays.items()
+    }
+    with pytest.raises(FormatError, match="settings is"):
+        found.number("settings")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"STW1\xff\xff\xff\xff",
+        b"STW1\x02\x00\x00\x00{]",
+        b"STW1" + (len(head := json.dumps({"op": "x", "fields": {}, "arrays": [["a", "|O8", [1]]]}).encode())).to_bytes(4, "little") + head,
+        b"STW1"
+        + (len(big := json.dumps({"op": "x", "fields": {}, "arrays": [["a", "<f4", [1 << 40]]]}).encode())).to_bytes(4, "little")
+        + big,
+    ],
+)
+def test_nonsense_is_refused_before_memory_is_taken(data: bytes) -> None:
+    here, _, there = pair()
+    there.sendall(data)
+    with pytest.raises(FormatError):
+        here.receive()
+
+
+def test_a_peer_that_ends_or_is_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there, _ = pair()
+    there.close()
+    with pytest.raises(RankLostError, match="the other has ended"):
+        here.receive()
+    monkeypatch.setattr("worker_mac.cluster.wire.SILENT_SECONDS", 0.1)
+    here, _, _ = kept = pair()
+    with pytest.raises(RankLostError, match="has said nothing for"):
+        here.receive()
+    assert kept
+
+
+def test_the_watchdog_names_what_is_stuck_and_lets_alone_what_ends() -> None:
+    said: list[str] = []
+    dog = Watchdog(said.append, 0.4)
+    with dog.over("a quick one"):
+        time.sleep(0.01)
+    assert not said
+    with dog.over("hidden states for the next Mac"):
+        deadline = time.monotonic() + 20
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert said == ["hidden states for the next Mac has not ended in 0.4 s"]
+
+
+def options(port: int, folder: Path) -> ranks.Options:
+    return ranks.Options(("127.0.0.1", port), "ring", folder / "ended.json", (7, 9), (1, 2), ())
+
+
+def test_strangers_are_refused_and_a_mac_with_another_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    asked = options(port, tmp_path)
+    found: list[object] = []
+
+    def await_them() -> None:
+        try:
+            found.append(ranks.await_others(asked, "secret", 2))
+        except WiredError as error:
+            found.append(error)
+
+    waiting = threading.Thread(target=await_them)
+    waiting.start()
+    stranger = ranks._call_in(asked, "guessed", 1)
+    with pytest.raises(RankLostError):
+        stranger.receive()
+    friend = ranks._call_in(asked, "secret", 1)
+    waiting.join(20)
+    channels, macs = found[0]
+    assert [(mac.limit_bytes, mac.bandwidth) for mac in macs] == [(7, 1), (9, 2)]
+    for one in (stranger, friend, *channels):
+        one.close()
+    monkeypatch.setattr(ranks, "JOIN_SECONDS", 0.2)
+    with pytest.raises(WiredError, match="of 2 Macs only 1 came"):
+        ranks.await_others(asked, "secret", 2)
+    with socket.create_server(asked.control), pytest.raises(WiredError, match=r"cannot listen at .* \(error: \d+\)"):
+        ranks.await_others(asked, "secret", 2)
+    other = Message("hello", ranks._program() | {"mlx": "0.1"})
+    with pytest.raises(WiredError, match=r"Mac 1 of the set has mlx 0\.1"):
+        ranks._check_program(1, other)
+
+
+class Interrupting:
+    """A set's decoder whose steps are ended by the system now and then."""
+
+    def __init__(self, decoder: object, when: set[int]) -> None:
+        self.decoder, self.when, self.count, self.resets = decoder, when, 0, 0
+
+    def submit(self, work: Work, uniform: np.ndarray) -> object:
+        self.count += 1
+        flight = self.decoder.submit(work, uniform)
+        return Broken(flight) if self.count in self.when else flight
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.decoder.reset()
+
+
+class Broken:
+    def __init__(self, flight: object) -> None:
+        self.flight = flight
+
+    def result(self) -> Drawn:
+        self.flight.result()
+        raise GpuInterruptedError("Impacting Interactivity")
+
+
+def test_an_interrupted_step_of_one_half_is_made_good_in_both() -> None:
+    state, environment, who = random_state(TINY), Dialogue(), castings(4)
+    _, expected = play(model_of(TINY, state), environment, who)
+    with wired_set(TINY, state, [range(2), range(2, 3)]) as wired:
+        found, halves, first_slot = {}, [], 0
+        breaking = Interrupting(wired.decoder(81, 40), {5, 12, 13})
+        lanes = Lanes(breaking)
+        for half in (0, 1):
+            ours = [one for one in who if one.group % 2 == half]
+            schedule = cast(environment, ours, Pages(40, PoolKey(0, "", 32, "float32")), max_rows=len(ours))
+            halves.append(Sweep(Lane(lanes, 39 * half, first_slot), schedule, environment, ours, found.__setitem__).play)
+            first_slot += schedule.num_slots - 1
+        assert all(one.ended for one in lanes.run(halves))
+    assert 1 <= breaking.resets <= 3
+    same(found, expected)
+
+
+def test_unlike_arrays_on_two_ranks_are_told_in_seconds(tmp_path: Path) -> None:
+    first, second = free_ports(2)
+    hosts = tmp_path / "ring.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{first}"], [f"127.0.0.1:{second}"]]))
+    out = tmp_path / "found.json"
+    line = [sys.executable, "-m", "benchmarks.wired_rank", "mismatch", "--out", str(out)]
+    processes = [
+        subprocess.Popen(line, env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}, stderr=subprocess.DEVNULL)
+        for rank in (0, 1)
+    ]
+    try:
+        processes[1].wait(50)
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    told = json.loads(out.with_suffix(".mismatch").read_text())
+    assert "Mac 0 would send mlx.core.bfloat16 (4, 64), Mac 1 expects mlx.core.float32 (4, 64)" in told["message"]
+    assert told["seconds"] < 10
