@@ -8,14 +8,14 @@ factor alpha (TNF-alpha)`. Nothing empty ever scores, on either side.
 
 import re
 import string
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from environments.search.terms import terms_of
 
 MAX_FILLER_WORDS = 4
 _FILLERS = frozenset(("a", "an", "the", "is", "it", "its", "this", "that", "answer", "called", "known", "as", "named", "of", "by", "in"))
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_WORD = re.compile(r"[^\W_]+")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -53,11 +53,11 @@ def _cover(prediction: str, answer: str) -> bool:
 def _strict_cover(prediction: str, answer: str, answers: Sequence[str]) -> bool:
     if not says_something(answer):
         return False
-    others = _without(_words(prediction), _words(answer))
+    others = _without(terms_of(prediction), terms_of(answer))
     if others is None:
         return False
     # Longest first, so that a synonym inside another does not break it up.
-    synonyms = {tuple(_words(one)) for one in answers} - {tuple(_words(answer)), ()}
+    synonyms = {tuple(terms_of(one)) for one in answers} - {tuple(terms_of(answer)), ()}
     for synonym in sorted(synonyms, key=lambda words: (-len(words), words)):
         rest = _without(others, list(synonym))
         others = others if rest is None else rest
@@ -74,22 +74,9 @@ def _without(said: list[str], gold: list[str]) -> list[str] | None:
 
 def says_something(answer: str) -> bool:
     """Whether anything is left of an accepted answer in its normal form; one that says nothing would match anything."""
-    return bool(_normalised(answer)) and bool(_words(answer))
+    return bool(_normalised(answer)) and bool(terms_of(answer))
 
 
 def _normalised(text: str) -> str:
     """The normal form of SQuAD v1.1 (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
-
-
-def _words(text: str) -> list[str]:
-    """Lower-case words, with Greek letters spelled out: `TNF-alpha` however it was typed is `tnf alpha`."""
-    spelled = "".join(_spelled(char) for char in unicodedata.normalize("NFKC", text))
-    return _WORD.findall(spelled.lower())
-
-
-def _spelled(char: str) -> str:
-    name = unicodedata.name(char, "")
-    if name.startswith("GREEK") and " LETTER " in name:
-        return f" {name.partition(' LETTER ')[2].split()[0].lower()} "
-    return char

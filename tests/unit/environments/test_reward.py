@@ -28,6 +28,8 @@ GREEK_ALPHA, GREEK_BETA = "\N{GREEK SMALL LETTER ALPHA}", "\N{GREEK SMALL LETTER
         (f"TNF-{GREEK_ALPHA}", "TNF-alpha", False, False, True),
         (f"{GREEK_BETA}-catenin", "Beta catenin", False, False, True),
         ("BRCA1/2", "BRCA2", False, False, False),
+        ("Sj\N{LATIN SMALL LETTER O WITH DIAERESIS}gren syndrome", "Sjogren syndrome", False, False, True),
+        ("IL\N{NON-BREAKING HYPHEN}10", "IL-10", False, False, True),
         ("21", "1", False, True, False),
         ("delivery", "liver", False, True, False),
         ("liver kidney", "liver", False, True, False),
