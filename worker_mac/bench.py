@@ -27,6 +27,7 @@ from stoa.config.host import MacHost
 from stoa.config.load import load_mac_host
 from stoa.config.run import Rollout
 from stoa.contracts.errors import StoaError, UsageError
+from stoa.telemetry import log as telemetry
 from stoa.weights.grid import bf16_bits
 from stoa.weights.layout import Layout, RawType, layout_of
 from worker_mac import selftest
@@ -215,4 +216,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    telemetry.configure()  # stdout is for the result
     leave(main())

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from metal.check import Verdict as KernelVerdict
 from stoa.contracts.errors import WeightsError
+from stoa.telemetry import log as telemetry
 from worker_mac import fingerprint
 from worker_mac.ending import leave
 from worker_mac.forced import check_appends, check_batching
@@ -101,7 +102,8 @@ def _device() -> tuple[str, int]:
 
 
 def main() -> int:
-    """Print the verdict; returns the exit code."""
+    """Print the verdict, log to stderr; returns the exit code."""
+    telemetry.configure()
     verdict = run()
     sys.stdout.write(json.dumps(asdict(verdict) | {"fault": verdict.fault}) + "\n")
     return 1 if verdict.fault else 0

@@ -88,6 +88,18 @@ def test_as_a_program_it_prints_json() -> None:
     assert found["fingerprint"] == selftest.run().fingerprint
 
 
+def test_what_is_said_of_kernels_goes_to_stderr() -> None:
+    # As on a Mac whose driver refuses every body: each is checked, and logged.
+    program = (
+        "import metal.ops as ops; ops.verdicts.__kwdefaults__['available'] = lambda: True; from worker_mac import selftest; selftest.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=PROJECT_ROOT)
+    assert [one["kernel"] for one in json.loads(done.stdout)["kernels"] if "does not run" in one["reason"]] == [
+        "experts", "head", "attention", "router", "conv",
+    ]  # fmt: skip
+    assert done.stderr.count("kernel_checked") == 5
+
+
 def test_a_verdict_without_faults_is_required_quietly_and_one_with_two_names_both() -> None:
     good = selftest.Verdict((selftest.Finding("a"), selftest.Finding("b")), "x")
     assert selftest.require(good) == "x"
