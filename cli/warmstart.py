@@ -34,7 +34,7 @@ TRIES: Final = 3
 """Starts with other ports before giving up."""
 GRACE_SECONDS: Final = 60.0
 """For the present step and its saved state, after a stop was asked for."""
-_LOST_SECONDS: Final = 10.0
+_LOST_SECONDS: Final = 5.0
 _MODULE: Final = ("-m", "worker_mac.warmstart")
 
 Event = Mapping[str, object]
@@ -152,6 +152,11 @@ class Processes:
         """How the ranks that are gone have ended."""
         return tuple(process.returncode for process in self._processes if process.returncode is not None)
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by rank, or the launcher's alone."""
+        return tuple(process.pid for process in self._processes)
+
     def _read(self, pipe: IO[str]) -> None:
         for line in pipe:
             self._lines.put(line)
@@ -170,7 +175,7 @@ def run(settings_json: str, num_ranks: int, hosts: Hosts | None, *, resume: bool
                 say.talk("starting: " + subprocess.list2cmdline([*line[: len(line) - len(arguments)], *_MODULE, "SETTINGS"]))
                 commands, environments = [line], [dict[str, str]()]
             else:
-                environments = stack.enter_context(_ring(num_ranks))
+                environments = stack.enter_context(ring(num_ranks))
                 commands = [[sys.executable, *arguments]] * num_ranks
             processes = stack.enter_context(Processes(commands, environments))
             view = stack.enter_context(View())
@@ -274,7 +279,7 @@ def parse_shares(text: str) -> tuple[float, ...]:
 
 
 @contextlib.contextmanager
-def _ring(num_ranks: int) -> Iterator[list[dict[str, str]]]:
+def ring(num_ranks: int) -> Iterator[list[dict[str, str]]]:
     """What each rank on this machine is told of the ring: nothing where there is but one."""
     if num_ranks == 1:
         yield [{}]

@@ -33,7 +33,7 @@ def warmstart(
     memory_gb: Annotated[float, Parameter(help="Memory a process may use; 0: what the machine grants.")] = 0.0,
     ranks: Annotated[int, Parameter(help="Processes on this machine.")] = 1,
     hosts: Annotated[Path | None, Parameter(help="Wired Macs, as mlx.launch reads them.")] = None,
-    python: Annotated[str, Parameter(help="Python of every wired Mac, best relative to the folder.")] = sys.executable,
+    python: Annotated[str, Parameter(help="Python of every wired Mac, best relative to its folder; this one when left out.")] = "",
     split: Annotated[Literal["data", "tensor"], Parameter(help="What several share out: rows, or the model's matrices.")] = "data",
     shares: Annotated[str, Parameter(help="Speeds of the processes, as in 2,1; measured when left out.")] = "",
     save_every: Annotated[int, Parameter(help="Steps from one saved state to the next.")] = 50,
@@ -54,7 +54,7 @@ def warmstart(
 
     if find_spec("mlx_lm") is None:
         raise MissingExtraError("a warm start on a Mac needs mlx_lm", hint="run `pip install 'stoa[mac]'`")
-    wired = Hosts.read(hosts, python) if hosts is not None else None
+    wired = Hosts.read(hosts, python or sys.executable) if hosts is not None else None
     usual = defaults(model)
     settings = Settings(
         model=model if model == FRESH else str(Path(model)),

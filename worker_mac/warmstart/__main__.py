@@ -14,7 +14,7 @@ from types import FrameType
 
 from stoa.contracts.errors import StoaError, UsageError
 from stoa.telemetry import log
-from worker_mac.warmstart.ranks import NotMetError, Ranks
+from worker_mac.warmstart.ranks import Ranks
 from worker_mac.warmstart.run import warm_start
 from worker_mac.warmstart.settings import Settings
 
@@ -28,29 +28,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="go on from the saved state")
     asked = parser.parse_args(arguments)
     log.configure(level="warning", json_lines=False)
-    stop = _stop_signal()
+    stop, ranks = _stop_signal(), None
     try:
         text = Path(asked.settings[1:]).read_text(encoding="utf-8") if asked.settings.startswith("@") else asked.settings
         settings = Settings.from_json(text)
         ranks = Ranks.join(settings.num_ranks, wait_seconds=settings.wait_seconds)
-
-        def tell(event: str, facts: dict[str, object]) -> None:
-            if ranks.rank == 0:
-                _say(event, facts)
-
-        result = warm_start(settings, ranks, tell, resume=asked.resume, stop=stop)
+        result = warm_start(settings, ranks, _say if ranks.rank == 0 else _say_nothing, resume=asked.resume, stop=stop)
     except StoaError as error:
-        _say(
-            "fault",
-            {"message": error.message, "hint": error.hint, "usage": isinstance(error, UsageError), "unmet": isinstance(error, NotMetError)},
-        )
-        return WRONG_USE if isinstance(error, UsageError) else FAILED
+        usage = isinstance(error, UsageError)
+        _say("fault", {"message": error.message, "hint": error.hint, "usage": usage, "unmet": ranks is None and not usage})
+        return WRONG_USE if usage else FAILED
     return STOPPED if result.stopped else DONE
 
 
 def _say(event: str, facts: dict[str, object]) -> None:
     sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
     sys.stdout.flush()
+
+
+def _say_nothing(event: str, facts: dict[str, object]) -> None:
+    """Rank 0 has said it."""
 
 
 def _stop_signal() -> Callable[[], bool]:

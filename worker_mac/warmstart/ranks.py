@@ -25,10 +25,6 @@ _WORDS: Final = 256
 """Longest text that ranks tell each other, in bytes."""
 
 
-class NotMetError(RankLostError):
-    """The ring did not come about: a port was taken, or a process never came."""
-
-
 class Ranks:
     """This process among those that train together; alone unless there is a group."""
 
@@ -42,13 +38,13 @@ class Ranks:
 
     @classmethod
     def join(cls, num_ranks: int, *, wait_seconds: float) -> "Ranks":
-        """Meet the others over the ring that this process was started for. Raises NotMetError if they cannot be met."""
+        """Meet the others over the ring that this process was started for. Raises RankLostError if they cannot be met."""
         if num_ranks == 1:
             return cls()
         try:
             group = mx.distributed.init(strict=True, backend="ring")
         except RuntimeError as error:
-            raise NotMetError(f"the {num_ranks} processes cannot meet: {error}", hint="start them all again, on other ports") from error
+            raise RankLostError(f"the {num_ranks} processes cannot meet: {error}", hint="start them all again, on other ports") from error
         if group.size() != num_ranks:
             raise UsageError(f"{group.size()} processes were started for a warm start of {num_ranks}")
         return cls(group, wait_seconds=wait_seconds)
