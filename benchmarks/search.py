@@ -108,25 +108,25 @@ def build(corpus: Path, folder: Path) -> Built:
     return built
 
 
-def equality(folder: Path) -> dict[str, object]:
+def equality(folder: Path, num_documents: int = EQUALITY_DOCUMENTS, shard: int = EQUALITY_SHARD) -> dict[str, object]:
     """Shards of one corpus against one index that bm25s makes of all of it: the same papers, the same scores."""
     import bm25s
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     corpus = folder / "equality.jsonl"
-    write_corpus(corpus, SEED, EQUALITY_DOCUMENTS)
-    about = build_index(corpus, folder / "equality", documents_a_shard=EQUALITY_SHARD)
+    write_corpus(corpus, SEED, num_documents)
+    about = build_index(corpus, folder / "equality", documents_a_shard=shard)
     reference = bm25s.BM25(method="lucene", k1=about.k1, b=about.b, backend="numpy", csc_backend="numpy")
     reference.index([terms_of(line.document.contents) for line in read_lines(corpus) if line.document], show_progress=False)
     index, differences, same = PaperIndex(folder / "equality"), [0.0], 0
-    for one in planted(EQUALITY_DOCUMENTS, EQUALITY_QUERIES):
+    for one in planted(num_documents, EQUALITY_QUERIES):
         scores = reference.get_scores(query_terms(one.question))
         hits = index.search(one.question, TOP_K)
         best = np.lexsort((np.arange(len(scores)), -np.round(scores.astype(np.float64), 4)))[:TOP_K]
         same += [hit.number for hit in hits] == best.tolist()
         differences += [abs(hit.score - float(scores[hit.number])) for hit in hits]
     return {
-        "merged_documents": EQUALITY_DOCUMENTS,
+        "merged_documents": num_documents,
         "merged_shards": about.num_shards,
         "merged_results_equal_one_index": same / EQUALITY_QUERIES,
         "merged_largest_score_difference": max(differences),
@@ -159,9 +159,8 @@ def ask_server(folder: Path, questions: Sequence[Planted]) -> float:
     return len(questions) / seconds
 
 
-def measure(num_documents: int, folder: Path) -> dict[str, object]:
-    """Everything the benchmark says."""
-    compared = equality(folder)
+def measure(num_documents: int, folder: Path, compared: dict[str, object]) -> dict[str, object]:
+    """Everything the benchmark says, with what the comparison of merged shards gave."""
     corpus, index_folder = folder / "corpus.jsonl", folder / "index"
     began = time.perf_counter()
     write_corpus(corpus, SEED, num_documents)
@@ -220,7 +219,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="stoa-search-") as folder:
-        found = measure(asked.documents, Path(folder))
+        found = measure(asked.documents, Path(folder), equality(Path(folder)))
     print(json.dumps(found) if asked.json else json.dumps(found, indent=2))
 
 

@@ -22,7 +22,7 @@ from stoa.contracts.errors import ConfigError, MissingExtraError, ModelMissingEr
 
 PAPERSEARCHQA: Final = "jmhb/PaperSearchQA"
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@([0-9a-f]{40})")
-_WANTED: Final = ("*.parquet", "*.jsonl")
+_WANTED: Final = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.jsonl.zst")
 _EXAMPLES: Final = 5
 _MARKS: Final[Mapping[Split, str]] = {"train": "q", "held_out": "h", "transfer": "x"}
 """How the ids of a split begin."""
