@@ -48,6 +48,7 @@ RULES = (
     Rule(r"docs/guides/mac-owner\.md:console", "", "test", "tests/cli/test_mac_owner.py", '"mac-owner.md"'),
     Rule(r"docs/guides/temporal-ui\.md:console", "", "test", "tests/workflows/test_commands.py", '"temporal-ui.md"'),
     Rule(r"docs/start/one-machine\.md:console", "", "test", "tests/cli/test_new_user.py", "new_user"),
+    Rule(r"docs/guides/rent-a-gpu\.md:console", r"stoa plan fleet$", "test", "tests/packaging/test_wheel.py", '"plan", "fleet"'),
     Rule(r"docs/guides/(read-a-run|rent-a-gpu)\.md:console", "", "test", "tests/cli/test_new_user.py", "new_user"),
     Rule(r"docs/troubleshooting\.md:console", "", "test", "tests/cli/test_new_user.py", "new_user"),
     Rule(
@@ -72,6 +73,8 @@ RULES = (
         "tests/unit/environments/test_search_serve.py",
         "serve",
     ),
+    Rule(r"docs/guides/wired-macs\.md:console", r"stoa doctor", "test", "tests/unit/cli/test_doctor_wired.py", "hosts"),
+    Rule(r"docs/guides/wired-macs\.md:console", r"stoa join", "test", "tests/loop/test_wired.py", '"--hosts"'),
     # Everywhere.
     Rule(".*", r"make (install|test)$", "test", ".ci/run", "make test"),
     Rule(".*", r"make demo", "test", "tests/cli/test_demo.py", '"demo"'),

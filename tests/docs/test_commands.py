@@ -2,10 +2,11 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
-from cyclopts import CycloptsError
+from cyclopts import CycloptsError, MissingArgumentError
 
 from cli.main import build
 from tests.docs.commands import ROOT, RULES, Command, all_commands, commands_in, documents, rule_of
@@ -57,6 +58,8 @@ def parses(line: str) -> str:
         words = [*words[:-1], "--help"] if words[-1] == "--help" else [*words, "--help"]
     try:
         build().parse_args(words, exit_on_error=False, print_error=False)
+    except MissingArgumentError as problem:  # an option may be named without its value
+        return "" if words[-1].startswith("--") else str(problem)
     except CycloptsError as problem:
         return f"{type(problem).__name__}: {' '.join(str(problem).split())}"
     return ""
@@ -87,6 +90,12 @@ def test_every_link_leads_to_a_file_and_every_file_that_is_named_is_there(name: 
     assert [target for target in targets if target and not (ROOT / name).parent.joinpath(target).exists()] == []
     named = re.findall(r"`((?:stoa|cli|tests|docker|configs|docs|benchmarks|environments|worker_mac|trainer_gpu)/[\w./-]+\.\w+)`", text)
     assert [path for path in named if not (ROOT / path).exists() and path not in YOURS] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_toml_of_a_document_is_toml(name: str) -> None:
+    for block in re.findall(r"^```toml\n(.*?)^```", (ROOT / name).read_text("utf-8"), re.MULTILINE | re.DOTALL):
+        assert tomllib.loads(block)
 
 
 def test_no_page_tells_anybody_to_edit_our_source() -> None:
