@@ -1,10 +1,16 @@
 """`stoa run CONFIG`: start a run, or go on with a stopped one."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cli import say
 from cli.arguments import Sets
 from cli.say import Exit
+
+if TYPE_CHECKING:
+    from cli.launch import Launched
+    from cli.temporal import Control
+    from stoa.config.run import RunConfig
 
 
 def run(
@@ -34,10 +40,7 @@ def run(
     """
     from cli.doctor.checks import fit_for_run
     from cli.first_screen import Promise, first_screen
-    from cli.follow import Found, follow, reached
-    from cli.launch import launch, open_store
-    from cli.report.collect import Collector
-    from cli.report.write import MetricsFile, write_report
+    from cli.launch import launch
     from cli.temporal import Control
     from stoa.config.load import load_run
 
@@ -52,20 +55,30 @@ def run(
             say.talk(line)
         if detach:
             return Exit.DONE
-        store = open_store(settings)
-        found = Found(settings, launched.document, store, control, Collector(launched.document, store, control))
-        try:
-            record = follow(found, settings.stop.max_steps, on_record=MetricsFile(folder / "metrics.jsonl").keep)
-        except KeyboardInterrupt:
-            say.talk(f"no longer following; the run goes on: `stoa status {settings.run}`, `stoa stop {settings.run}`")
-            return Exit.STOPPED
-        write_report(found.collector.collect(everything=True), folder)
-        say.talk(f"report: {folder / 'report.html'}")
-        if record.state == "gone":
-            say.error(f"run {settings.run}: {record.end_reason}")
-            return Exit.FAILED
-        result = control.result(settings.run)
-        say.talk(f"run {settings.run} ended at step {result.step}, version {result.version}: {result.end_reason}")
-        if record.state == "failed":
-            return Exit.FAILED
-        return Exit.DONE if reached(settings.stop, record) else Exit.STOPPED
+        return _follow(settings, launched, control, folder)
+
+
+def _follow(settings: "RunConfig", launched: "Launched", control: "Control", folder: Path) -> Exit:
+    """Show it until it has ended, keep its metrics, and write its report."""
+    from cli.follow import Found, follow, reached
+    from cli.launch import open_store
+    from cli.report.collect import Collector
+    from cli.report.write import MetricsFile, write_report
+
+    store = open_store(settings)
+    found = Found(settings, launched.document, store, control, Collector(launched.document, store, control))
+    try:
+        record = follow(found, settings.stop.max_steps, on_record=MetricsFile(folder / "metrics.jsonl").keep)
+    except KeyboardInterrupt:
+        say.talk(f"no longer following; the run goes on: `stoa status {settings.run}`, `stoa stop {settings.run}`")
+        return Exit.STOPPED
+    write_report(found.collector.collect(everything=True), folder)
+    say.talk(f"report: {folder / 'report.html'}")
+    if record.state == "gone":
+        say.error(f"run {settings.run}: {record.end_reason}")
+        return Exit.FAILED
+    result = control.result(settings.run)
+    say.talk(f"run {settings.run} ended at step {result.step}, version {result.version}: {result.end_reason}")
+    if record.state == "failed":
+        return Exit.FAILED
+    return Exit.DONE if reached(settings.stop, record) else Exit.STOPPED
