@@ -28,6 +28,7 @@ from metal.ops import verdicts
 from metal.reference import Int8, attend_plain, convolve_plain, draw_plain, experts_plain
 from metal.router import RouterKernel, RouterRule, route_plain
 from metal.sizes import PAGE_TOKENS
+from stoa.telemetry import log as telemetry
 
 NAMES = {"K1": "experts", "K2": "head", "K3": "attention", "K4": "router", "K5": "prefix", "K6": "conv"}
 _CALLS_A_TRY = 8
@@ -86,6 +87,8 @@ def measure(
     """Check every kernel, then time those that agree. Takes about a minute and 1 GB on a Mac; elsewhere it times nothing."""
     name = chip_name() if chip is None else chip
     known, works, can_time = roofline.chip_named(name), roofline.work(shape, step), available()
+    # Plain ops read the shared tokens as they read all others; the tables of README.md have K3 there.
+    works["K5"] = works["K5"][0], roofline.work(shape, roofline.Step(step.rows, step.shared_tokens))["K3"][1]
     found = verdicts(dims_of(shape), launcher=launcher, available=available)
     agree = {one.kernel for one in found if one.uses_kernel}
     rows: list[Timed] = []
@@ -165,15 +168,16 @@ def _attention(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -
 
 
 def _prefix(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
-    """The shared tokens alone: once a group by K5, or once a row by K3."""
-    kernel, alone, scale = PrefixKernel(launcher), AttentionKernel(launcher), shape.head_size**-0.5
+    """The shared tokens alone: once a group by K5, or once a row by plain ops."""
+    kernel, scale = PrefixKernel(launcher), shape.head_size**-0.5
     tiles = _tiles(shape, step, step.shared_tokens + 1, step.shared_tokens)
     prompts = np.full(step.rows, step.shared_tokens, np.int32)
     groups = group_rows(np.array(tiles[3]), np.array(tiles[4]), prompts, step.group_rows)
     if groups is None:
         raise ValueError(f"no page is shared by rows that share {step.shared_tokens} tokens")
-    none = mx.zeros_like(groups.starts)
-    return lambda: kernel(*tiles, scale, groups), lambda: alone.pieces(*tiles, none, scale), shape.attention_layers
+    queries, keys, values, tables, lengths = tiles
+    shared = queries, keys, values, tables[:, : step.shared_tokens // PAGE_TOKENS], lengths - 1
+    return lambda: kernel(*tiles, scale, groups), lambda: attend_plain(*shared, scale), shape.attention_layers
 
 
 def _router(shape: roofline.Shape, step: roofline.Step, launcher: Launcher) -> Pair:
@@ -199,7 +203,8 @@ _PAIRS: dict[str, Callable[[roofline.Shape, roofline.Step, Launcher], Pair]] = {
 
 
 def main() -> int:
-    """Print the report of this machine."""
+    """Print the report of this machine; what is logged on the way goes to stderr."""
+    telemetry.configure()
     sys.stdout.write(json.dumps(asdict(measure())) + "\n")
     return 0
 

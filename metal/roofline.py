@@ -254,9 +254,8 @@ def _time_table(shape: Shape, step: Step) -> str:
 
 
 def chip_named(name: str, chips: Sequence[Chip] = CHIPS) -> Chip | None:
-    """The chip whose name the system's own contains ("Apple M4 Pro"), the longest if several do; None if none does."""
-    fitting = [chip for chip in chips if f" {chip.name} " in f" {name} "]
-    return max(fitting, key=lambda chip: len(chip.name), default=None)
+    """The chip that the system calls so ("Apple M4 Pro"); None if it is not among them: an M1 Pro is no M1."""
+    return next((chip for chip in chips if f"Apple {chip.name}" == name), None)
 
 
 if __name__ == "__main__":

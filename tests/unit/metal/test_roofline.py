@@ -1,5 +1,8 @@
 """Formulas of traffic and tiles, worked out by hand for small numbers and compared with the notes for the real model."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -8,6 +11,7 @@ import pytest
 
 from metal import bench, roofline
 from metal.check import KERNELS
+from metal.kernels import Compiled, metal_works
 from metal.roofline import CHIPS, Shape, Step, Work, chip_named, mean_tiling, our_tiling, stock_tiling, work
 from tests.metal_emulator.emulator import Emulator, can_emulate
 from tests.metal_emulator.proof import mutants_of, planted
@@ -67,7 +71,7 @@ def test_seconds_are_the_larger_of_both_roofs() -> None:
 
 def test_a_chip_is_known_by_the_systems_name() -> None:
     assert [chip.name for name in ("Apple M4 Pro", "Apple M4", "Apple M1") if (chip := chip_named(name))] == ["M4 Pro", "M4", "M1"]
-    assert chip_named("Apple M9 Ultra") is None
+    assert [chip_named(f"Apple {name}") for name in ("M9 Ultra", "M1 Pro", "M2 Max", "M1 Ultra")] == [None] * 4
     assert chip_named("") is None
 
 
@@ -87,6 +91,13 @@ def test_bench_times_nothing_without_metal_and_says_so() -> None:
     assert all(row.roofline_seconds is None for row in unknown.rows)
 
 
+def test_bench_prints_its_report_alone_and_logs_to_stderr() -> None:
+    program = "import metal.bench, metal.ops; metal.bench.main(); metal.ops._log.warning('kernel_checked')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=README.parent.parent, check=True)
+    assert json.loads(done.stdout)["measured"] is metal_works()
+    assert "kernel_checked" in done.stderr
+
+
 @pytest.mark.skipif(not can_emulate(), reason="needs PyPI's ziglang on Linux")
 def test_bench_runs_every_kernel_that_agrees_and_its_plain_ops() -> None:
     shape = Shape(
@@ -100,4 +111,12 @@ def test_bench_runs_every_kernel_that_agrees_and_its_plain_ops() -> None:
     assert all((row.plain_seconds or 0) > 0 for row in report.rows)
     assert {row.kernel for row in report.rows if row.kernel_seconds is None} == {"conv"}
     assert emulator.num_launches >= 5 * 8 * 8
+    # Shared tokens are compared with MLX's own operations, also where the kernel of attention does not compile.
+    broken = bench.measure(shape, Step(2, 64, 32, 2), launcher=no_attention, available=lambda: True, chip="")
+    assert all((row.plain_seconds or 0) > 0 for row in broken.rows)
+    assert all(row.kernel_seconds is None for row in broken.rows)
     mx.clear_cache()
+
+
+def no_attention(name: str, *_: object) -> Compiled:
+    raise RuntimeError(f"[metal::Device] Unable to build metal library from source: {name}")
