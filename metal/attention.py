@@ -129,6 +129,8 @@ class AttentionKernel:
         num_heads, num_rows = keys.shape[1], num_tiles * width
         demand(_NAME, size % 32 == 0, f"head size {size} is not a multiple of 32")
         expect(_NAME, "starts", starts, (num_rows,), mx.int32)
+        # Queries of one tile may end in two pages, of which the tail holds one.
+        demand(_NAME, tails is None or width == 1, f"tails for {width} queries of a sequence")
         for tail in tails or ():
             expect(_NAME, "tail", tail, (num_tiles, *keys.shape[1:]), keys.dtype)
         tail_keys, tail_values = (keys, values) if tails is None else tails
@@ -181,11 +183,12 @@ class PrefixKernel:
         _expect_pool(_PREFIX_NAME, queries, keys, values, tables, lengths)
         num_tiles, width, num_queries, size = queries.shape
         num_heads, num_rows = keys.shape[1], num_tiles * width
+        expect(_PREFIX_NAME, "members", groups.members, (-1, -1), mx.int32)
         num_groups, most_members = groups.members.shape
         heads = num_queries // num_heads
         demand(_PREFIX_NAME, size % 8 == 0 and size <= 64, f"head size {size} is not a multiple of 8 up to 64")
         demand(_PREFIX_NAME, most_members * heads <= MOST_QUERIES, f"{most_members} rows of {heads} query heads, more than {MOST_QUERIES}")
-        expect(_PREFIX_NAME, "members", groups.members, (num_groups, most_members), mx.int32)
+        demand(_PREFIX_NAME, groups.members.size > 0, "no group or no rows in one")
         expect(_PREFIX_NAME, "tokens", groups.tokens, (num_groups,), mx.int32)
         demand(_PREFIX_NAME, 0 < groups.most_tokens <= tables.shape[1] * PAGE_TOKENS, f"a prefix of {groups.most_tokens} tokens")
         shape = (num_rows, num_queries, -(-groups.most_tokens // SPLIT))
@@ -209,7 +212,8 @@ def _expect_pool(kernel: str, queries: mx.array, keys: mx.array, values: mx.arra
     num_tiles, width, num_queries, size = queries.shape
     expect(kernel, "keys", keys, (-1, -1, PAGE_TOKENS, size), *FLOATS)
     expect(kernel, "values", values, tuple(keys.shape), keys.dtype)
-    demand(kernel, num_tiles * width > 0 and num_queries % keys.shape[1] == 0, f"{num_queries} heads over {keys.shape[1]}")
+    demand(kernel, min(queries.size, keys.size) > 0, f"queries {tuple(queries.shape)} over pools {tuple(keys.shape)}")
+    demand(kernel, num_queries % keys.shape[1] == 0, f"{num_queries} heads over {keys.shape[1]}")
     expect(kernel, "tables", tables, (num_tiles, -1), mx.int32)
     demand(kernel, tables.shape[1] > 0, "a table of no pages")
     expect(kernel, "lengths", lengths, (num_tiles, width), mx.int32)

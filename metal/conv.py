@@ -20,7 +20,9 @@ class ConvKernel:
         """X [R, 3 D], tails [R, T, D], kernel [D, T + 1, 1]. Raises KernelArgumentsError."""
         expect(_NAME, "x", x, (-1, -1), *FLOATS)
         num_rows, width = x.shape[0], x.shape[1] // 3
-        demand(_NAME, num_rows > 0 and x.shape[1] == 3 * width and width % 32 == 0, f"{num_rows} rows of width {x.shape[1]} / 3")
+        demand(
+            _NAME, min(num_rows, width) > 0 and x.shape[1] == 3 * width and width % 32 == 0, f"{num_rows} rows of width {x.shape[1]} / 3"
+        )
         # Taps of another type would make plain ops compute in float32, unless that is the type of x already.
         expect(_NAME, "kernel", kernel, (width, -1, 1), *(FLOATS if x.dtype == mx.float32 else (x.dtype,)))
         num_taps = kernel.shape[1]

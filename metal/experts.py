@@ -38,7 +38,9 @@ class ExpertsKernel:
 
     def __call__(self, x: mx.array, experts: mx.array, weights: mx.array, gate: Int8, up: Int8, down: Int8) -> mx.array:
         """X [N, D], experts uint32 [N, K], weights float32 [N, K]: [N, D] in the type of x. Raises KernelArgumentsError."""
+        expect(_NAME, "gate's codes", gate.codes, (-1, -1, -1), mx.uint32)
         order = self._order(experts, gate.codes.shape[0])
+        expect(_NAME, "weights", weights, tuple(experts.shape), mx.float32)
         shares_NKD = self.shares(self.inner(x, experts.shape[1], order, gate, up), weights, order, down)
         # Written out, so that the order of additions is one and the same for every number of tokens.
         total_ND = shares_NKD[:, 0]
@@ -48,12 +50,13 @@ class ExpertsKernel:
 
     def inner(self, x: mx.array, top_k: int, order: Order, gate: Int8, up: Int8) -> mx.array:
         """First half: silu(gate) * up of each place, [N * K, I], in the order of `order`."""
+        expect(_NAME, "gate's codes", gate.codes, (-1, -1, -1), mx.uint32)
         num_experts, width = gate.codes.shape[0], gate.codes.shape[1]
         expect(_NAME, "x", x, (-1, -1), *FLOATS)
         _expect_order(order, x.shape[0] * top_k, num_experts)
         expect_int8(_NAME, "gate", gate, num_experts, width, x.shape[1])
         expect_int8(_NAME, "up", up, num_experts, width, x.shape[1])
-        demand(_NAME, width % GROUP_SIZE == 0, f"inner width {width} is not a multiple of {GROUP_SIZE}")
+        demand(_NAME, width > 0 and width % GROUP_SIZE == 0, f"inner width {width} is not a multiple of {GROUP_SIZE}")
         return self._up(
             inputs=[x, order.order, order.offsets, *gate, *up],
             template=[("T", x.dtype), ("D", x.shape[1]), ("I", width), ("TOP_K", top_k)],
@@ -65,12 +68,13 @@ class ExpertsKernel:
 
     def shares(self, inner: mx.array, weights: mx.array, order: Order, down: Int8) -> mx.array:
         """Second half: weight * down(inner) of each place, [N, K, D]."""
+        expect(_NAME, "down's codes", down.codes, (-1, -1, -1), mx.uint32)
         num_experts, width = down.codes.shape[0], down.codes.shape[1]
         expect(_NAME, "weights", weights, (-1, -1), mx.float32)
         expect(_NAME, "inner", inner, (weights.size, -1), *FLOATS)
         _expect_order(order, weights.size, num_experts)
         expect_int8(_NAME, "down", down, num_experts, width, inner.shape[1])
-        demand(_NAME, width % COLUMNS == 0, f"width {width} is not a multiple of {COLUMNS}")
+        demand(_NAME, width > 0 and width % COLUMNS == 0, f"width {width} is not a multiple of {COLUMNS}")
         return self._down(
             inputs=[inner, order.order, order.offsets, weights, *down],
             template=[("T", inner.dtype), ("D", width), ("I", inner.shape[1])],

@@ -36,21 +36,24 @@ class HeadKernel:
 
     def __call__(self, hidden: mx.array, embedding: Int8, uniform: mx.array) -> tuple[mx.array, mx.array]:
         """Tokens int32 [R] and logprobs float32 [R]; `uniform` float32 [R]. Raises KernelArgumentsError."""
+        expect(_NAME, "hidden", hidden, (-1, -1), *FLOATS)
         expect(_NAME, "uniform", uniform, (hidden.shape[0],), mx.float32)
         none = mx.zeros((1,), mx.uint64)
         return self._drawn(hidden, embedding, uniform, none, none.astype(mx.int64), counted=False)
 
     def counted(self, hidden: mx.array, embedding: Int8, keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
         """As a call with the uniform numbers of uint64 [R] keys at int64 [R] positions. Raises KernelArgumentsError."""
+        expect(_NAME, "hidden", hidden, (-1, -1), *FLOATS)
         expect(_NAME, "keys", keys, (hidden.shape[0],), mx.uint64)
         expect(_NAME, "positions", positions, (hidden.shape[0],), mx.int64)
         return self._drawn(hidden, embedding, mx.zeros((1,)), keys, positions, counted=True)
 
     def partial(self, hidden: mx.array, embedding: Int8) -> tuple[mx.array, mx.array]:
         """The highest logit and the sum of exp(logit - highest) of each row and block, float32 [R, B] each."""
-        num_rows, num_words = hidden.shape[0], embedding.codes.shape[0]
         expect(_NAME, "hidden", hidden, (-1, -1), *FLOATS)
-        demand(_NAME, num_rows > 0, "no rows")
+        expect(_NAME, "embedding's codes", embedding.codes, (-1, -1), mx.uint32)
+        num_rows, num_words = hidden.shape[0], embedding.codes.shape[0]
+        demand(_NAME, min(num_rows, num_words) > 0, f"no rows or no words: {num_rows} and {num_words}")
         expect_int8(_NAME, "embedding", embedding, num_words, hidden.shape[1])
         num_blocks = -(-num_words // BLOCK)
         highest, sums = self._partial(

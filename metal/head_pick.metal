@@ -76,7 +76,8 @@ if (lane == 0) {
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (owner == 0xffffffffu) {
-    owner = max(max(shared_places[0], shared_places[1]), max(shared_places[2], shared_places[3])) - 1;
+    const uint last_one = max(max(shared_places[0], shared_places[1]), max(shared_places[2], shared_places[3]));
+    owner = max(last_one, 1u) - 1;  // where no logit is a number the first thread takes its first block
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (index == owner) {
@@ -128,5 +129,6 @@ const uint pick = passing < 32 ? passing : furthest;
 const float picked = simd_shuffle(logit, ushort(pick));
 if (lane == 0) {
     tokens[row] = int(block * STOA_COLUMNS + pick);
-    logprobs[row] = min(picked - top - log(total), 0.0f);
+    const float logprob = picked - top - log(total);
+    logprobs[row] = logprob > 0.0f ? 0.0f : logprob;  // min() would make a probability of 1 of what is no number
 }

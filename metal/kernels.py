@@ -5,7 +5,7 @@ the same signature. Whether a kernel is used is `ops.py`'s to say.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -83,8 +83,9 @@ class Kernel:
         )
 
 
+@cache
 def body_text(name: str) -> str:
-    """The text of `<name>.metal`."""
+    """The text of `<name>.metal`, read once a process: what was checked is what runs, whatever becomes of the file."""
     return (_FOLDER / f"{name}.metal").read_text("ascii")
 
 

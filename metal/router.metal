@@ -35,7 +35,8 @@ for (uint slot = 0; slot < SLOTS; ++slot) {
     left[slot] = -INFINITY;
     if (expert < uint(E)) {
         score[slot] = 1.0f / (1.0f + exp(-logits[expert]));
-        left[slot] = score[slot] + bias[expert];
+        const float biased = score[slot] + bias[expert];
+        left[slot] = isnan(biased) ? INFINITY : biased;  // as plain ops, which take what is no number first; never none
     }
 }
 

@@ -90,8 +90,8 @@ class RouterKernel:
 
     def __call__(self, x: mx.array, gate: mx.array, bias: mx.array, rule: RouterRule) -> Routing:
         """As `route_plain`. Raises KernelArgumentsError."""
-        num_tokens, num_experts, top_k = x.shape[0], rule.num_experts, rule.top_k
         expect(_NAME, "x", x, (-1, -1), *FLOATS)
+        num_tokens, num_experts, top_k = x.shape[0], rule.num_experts, rule.top_k
         demand(_NAME, num_tokens > 0, "no tokens")
         expect(_NAME, "gate", gate, (num_experts, x.shape[1]), *FLOATS)
         expect(_NAME, "bias", bias, (num_experts,), mx.float32)

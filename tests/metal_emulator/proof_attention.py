@@ -63,14 +63,22 @@ class Tiles:
 def make_tiles(
     numbers: np.random.Generator, lengths: list[int], sizes: tuple[int, int, int], dtype: mx.Dtype, *, width: int = 1,
     prompts: list[tuple[int, int]] | None = None, with_tails: bool = False, pool_dtype: mx.Dtype | None = None,
+    far: bool = False,
 ) -> Tiles:  # fmt: skip
     """Sequences of these lengths in shuffled pages. `sizes`: key/value heads, query heads of each, head size.
 
-    prompts: (number of the prompt, its tokens) of each sequence; whole pages of one prompt are shared.
+    prompts: (number of the prompt, its tokens) of each sequence; whole pages of one prompt are shared. far: scores of some
+    pages are far from those of others.
     """
     num_heads, heads, size = sizes
     prompts = prompts or [(-1 - row, 0) for row in range(len(lengths))]
     tokens = [[numbers.normal(0, 1, (num_heads, length, size)) for _ in "kv"] for length in lengths]
+    queries64 = numbers.normal(0, 1, (len(lengths), width, num_heads * heads, size))
+    if far:  # the last element, added last, puts whole pages 112 above or below the others: exp of that is no float
+        queries64[..., -1] = 28.0
+        for keys, _ in tokens:
+            pages = numbers.choice([-4.0, 0.0, 4.0], -(-keys.shape[1] // PAGE)) * size**0.5
+            keys[..., -1] = np.repeat(pages, PAGE)[: keys.shape[1]]
     most_pages = max(-(-length // PAGE) for length in lengths) + int(numbers.integers(0, 2))
     num_pages = sum(-(-length // PAGE) for length in lengths) + 3
     free = list(numbers.permutation(num_pages))
@@ -94,7 +102,7 @@ def make_tiles(
             for which in (0, 1):
                 into = tails[which, row] if is_tail else pools[which, table[row, page]]
                 into[:, : here.stop - here.start] = tokens[row][which][:, here]
-    queries, queries64 = rounded(numbers.normal(0, 1, (len(lengths), width, num_heads * heads, size)), dtype)
+    queries, queries64 = rounded(queries64, dtype)
     seen = np.array([[max(1, length - width + 1 + query) for query in range(width)] for length in lengths], np.int32)
     pool_dtype = pool_dtype or dtype
     (keys, _), (values, _) = (rounded(pool, pool_dtype) for pool in pools)
@@ -132,7 +140,8 @@ class AttentionProof:
         with_tails = bool(numbers.random() < 0.4)
         width = 1 if with_tails else int(numbers.choice([1, 1, 2, 3]))
         pool_dtype = mx.bfloat16 if dtype == mx.float32 and numbers.random() < 0.3 else dtype
-        tiles = make_tiles(numbers, lengths, sizes, dtype, width=width, with_tails=with_tails, pool_dtype=pool_dtype)
+        far = bool(numbers.random() < (0.7 if most > 512 else 0.3))
+        tiles = make_tiles(numbers, lengths, sizes, dtype, width=width, with_tails=with_tails, pool_dtype=pool_dtype, far=far)
         scale = sizes[2] ** -0.5
         errors.add("attention", AttentionKernel(launcher)(*tiles.arrays, scale, tails=tiles.tails), tiles.wanted(scale))
 
@@ -160,8 +169,9 @@ class PrefixProof:
             rows += [(prompt + ended_at(numbers, 80), (number, prompt)) for _ in range(int(numbers.choice([1, 2, 4])))]
         numbers.shuffle(rows)
         tiles = make_tiles(
-            numbers, [length for length, _ in rows], sizes, dtype, width=int(numbers.choice([1, 1, 2])), prompts=[p for _, p in rows]
-        )
+            numbers, [length for length, _ in rows], sizes, dtype, width=int(numbers.choice([1, 1, 2])), prompts=[p for _, p in rows],
+            far=bool(numbers.random() < 0.3),
+        )  # fmt: skip
         scale = sizes[2] ** -0.5
         errors.add("attention", _shared_attention(launcher, tiles, scale), tiles.wanted(scale))
 

@@ -20,7 +20,7 @@ class HeadProof:
 
     def case(self, launcher: Launcher, numbers: np.random.Generator, errors: Errors) -> None:
         width, num_words = SIZES[numbers.integers(len(SIZES))]
-        num_rows = int(numbers.choice([1, 2, 9])) if num_words > 1000 else int(numbers.choice([1, 3, 8, 17, 65]))
+        num_rows = int(numbers.choice([1, 2, 9])) if num_words > 1000 else int(numbers.choice([1, 3, 8, 17, 65, 130]))
         dtype = (mx.float32, mx.bfloat16)[numbers.integers(2)]
         x, x64 = rounded(numbers.normal(0, float(numbers.choice([0.5, 3.0])), (num_rows, width)), dtype)
         embedding, embedding64 = int8(numbers, (num_words, width))

@@ -27,6 +27,8 @@ class RouterProof:
         gate = numbers.integers(-1, 2, (num_experts, width)) / 8.0 if coarse else numbers.normal(0, width**-0.5, (num_experts, width))
         if numbers.random() < 0.5:  # experts that no token can tell apart
             gate[numbers.integers(num_experts, size=num_experts // 2)] = gate[0]
+        if numbers.random() < 0.15:  # scores of a millionth: what is added to their sum counts
+            x, gate = np.full_like(x, 1.0), -np.abs(gate) - 14.0 / width
         bias = numbers.choice([0.0, 0.25, 0.5], num_experts) if coarse else numbers.normal(0, 0.2, num_experts)
         x_, x64 = rounded(np.asarray(x, np.float64), dtype)
         gate_, gate64 = rounded(gate, dtype)

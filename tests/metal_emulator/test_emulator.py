@@ -1,13 +1,18 @@
 """The emulator computes as written, and finds what it is there to find."""
 
+import os
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from tests.metal_emulator import toolchain
 from tests.metal_emulator.emulator import CompileError, Emulator, EmulatorError, can_emulate
+from tests.metal_emulator.source import Call
 
 pytestmark = pytest.mark.skipif(not can_emulate(), reason="needs PyPI's ziglang on Linux")
 
@@ -136,6 +141,8 @@ def test_what_nobody_writes_is_no_number() -> None:
         (f"{SHARED} shared[i % 32] = a[i]; {BARRIER} out[i] = shared[i % 32];", "no barrier between"),
         (f"{SHARED} if (i < 60) shared[i] = a[i]; {BARRIER} out[i] = shared[i];", "which nobody has stored"),
         (f"{SHARED} shared[i] = a[i]; {BARRIER} threadgroup float* p = shared; out[i] = *(p + i + 1);", "outside all arrays"),
+        (f"{SHARED} shared[i] = a[i]; {BARRIER.replace('mem_threadgroup', 'mem_device')} out[i] = shared[63 - i];", "no barrier between"),
+        (f"{SHARED} shared[i] = a[i]; {SIMD_BARRIER.replace('mem_threadgroup', 'mem_none')} out[i] = shared[i ^ 1];", "no barrier between"),
         ("threadgroup float shared[8193];\n shared[i] = a[i]; out[i] = shared[i];", "32772 bytes of threadgroup memory"),
         ("float own[4] = {a[0], a[1], a[2], a[3]}; own[i % 5] = 0.0f; out[i] = own[i % 4];", "past the end of an array"),
         ("out[i] = float(int(i) / int(a[i] * 0.0f));", "division by zero"),
@@ -155,6 +162,7 @@ def test_a_fault_is_found(body: str, words: str) -> None:
         ("a[i] = 1.0f; out[i] = a[i];", (NUMBERS,)),
         ("out[i] = __builtin_cosf(nothing_of_this_name(a[i]));", (NUMBERS,)),
         ("out[i] = a[i] + float(threads_per_quadgroup);", (NUMBERS,)),
+        ("out[i] = float(double(a[i]));", (NUMBERS,)),
     ],
 )
 def test_what_a_metal_compiler_would_refuse_is_refused(body: str, inputs: tuple[mx.array, ...]) -> None:
@@ -168,6 +176,49 @@ def test_ordered_uses_of_threadgroup_memory_are_no_fault() -> None:
     turns = f"for (uint t = 0; t < 3; ++t) {{ {BARRIER} shared[i] = a[i]; {BARRIER} sum += shared[63 - i]; }}"
     twice = f"{SHARED} float sum = 0.0f; {turns} out[i] = sum;"
     np.testing.assert_allclose(np.array(run(twice, NUMBERS)), np.array(NUMBERS)[::-1] * 3, rtol=1e-6)
+
+
+def test_a_variable_that_was_not_set_is_no_number() -> None:
+    got = run("float own[4]; own[i % 4] = a[i]; out[i] = own[i < 32 ? i % 4 : (i + 1) % 4];", NUMBERS)
+    assert np.isnan(np.array(got)).tolist() == [False] * 32 + [True] * 32
+    add = "simdgroup_multiply_accumulate(sum, part, part, sum); simdgroup_store(sum, out, 8);"
+    got = run(f"simdgroup_matrix<float, 8, 8> sum, part; simdgroup_load(part, a, 8); {add}", NUMBERS, threads=32)
+    assert np.isnan(np.array(got)).all()
+
+
+def test_of_a_number_and_none_min_and_max_are_the_number() -> None:
+    got = run("const float x = i % 2 ? NAN : a[i]; out[i] = i < 32 ? min(x, 9e9f) + max(-9e9f, x) : simd_max(x) + simd_min(x);", NUMBERS)
+    even = np.array(NUMBERS)[::2]
+    np.testing.assert_allclose(np.array(got)[::2], [*(2 * even[:16]), *([even[16:].max() + even[16:].min()] * 16)], rtol=1e-6)
+
+
+def test_what_the_compiler_does_not_report_ends_at_a_guard_page() -> None:
+    unseen = "template <typename P> __attribute__((disable_sanitizer_instrumentation, noinline)) inline float unseen(P p, int i)"
+    for place in (64, -1500):
+        with pytest.raises(EmulatorError, match="guard page"):
+            run(f"out[i] = unseen(a, {place});", NUMBERS, header=f"{unseen} {{ return p[i]; }}")
+
+
+@pytest.mark.parametrize("part", [0.0, 0.4])
+def test_a_library_that_was_cut_short_is_made_again(part: float) -> None:
+    whole, cut = (Call("cut", f"out[0] = {number}.0f;", "", (), (), (("out", mx.float32),)) for number in (1, os.getpid()))
+    toolchain.library(whole)
+    made = toolchain.library_path(whole).read_bytes()
+    path = toolchain.library_path(cut)
+    path.write_bytes(made[: int(len(made) * part)])
+    toolchain._load.cache_clear()
+    assert toolchain.library(cut).emu_run is not None
+    assert path.stat().st_size == len(made)
+    path.unlink()
+
+
+def test_a_cache_that_cannot_be_made_is_one_for_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"stoa-metal-emulator-{os.getuid()}").write_text("")  # a file where the folder would be
+    folder = toolchain.cache_folder()
+    assert folder.is_dir()
+    assert folder == toolchain.cache_folder()
+    toolchain._own_folder.cache_clear()
 
 
 def test_order_of_threads_follows_the_seed() -> None:

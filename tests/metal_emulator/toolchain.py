@@ -3,9 +3,11 @@
 A library's name in the cache is a hash of all that went into it, so the cache is never wrong and may be deleted at will.
 """
 
+import atexit
 import ctypes
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,12 +31,15 @@ _STANDARD = (
 )
 _CHECKED = "array-bounds,shift,signed-integer-overflow,integer-divide-by-zero,float-cast-overflow"
 _RUN_FLAGS = (
-    "-O1", "-fPIC", "-ffreestanding", "-fsanitize=thread", f"-fsanitize={_CHECKED}", "-fno-sanitize-trap=all",
+    "-O1", "-fPIC", "-ffreestanding", "-ftrivial-auto-var-init=pattern",
+    "-fsanitize=thread", f"-fsanitize={_CHECKED}", "-fno-sanitize-trap=all",
     "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-compound-read-before-write=1",
 )  # fmt: skip
+"""The pattern is no number: a variable that a body forgets to set shows in its results."""
 _RUNTIME_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-sanitize=undefined")
 _PORTABLE = ("-DEMU_UCONTEXT",)
 _LIMIT_SECONDS = 120
+_END = b"stoa: whole file"
 
 
 class CompileError(RuntimeError):
@@ -52,8 +57,20 @@ def zig() -> Path | None:
 def cache_folder() -> Path:
     """Where compiled bodies are kept between sessions."""
     folder = Path(tempfile.gettempdir()) / f"stoa-metal-emulator-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        usable = folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK)
+    except OSError:
+        usable = False
+    return folder if usable else _own_folder()
+
+
+@cache
+def _own_folder() -> Path:
+    """For this process alone, where the common one is somebody else's or cannot be written."""
+    folder = tempfile.mkdtemp(prefix="stoa-metal-emulator-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @cache
@@ -71,13 +88,29 @@ def library(call: Call, *, portable: bool = False) -> ctypes.CDLL:
 
     Raises CompileError.
     """
-    text = cpp_text(call, lint=False)
-    name = hashlib.sha256("\0".join([_shim_hash(), *_STANDARD, *_RUN_FLAGS, text, cpp_text(call, lint=True)]).encode()).hexdigest()[:32]
-    path = cache_folder() / f"{name}{'-portable' if portable else ''}.so"
-    if not path.is_file():
+    path = library_path(call, portable=portable)
+    if not _is_whole(path):
         lint(call)
-        _build(path, text, _runtime(*(_PORTABLE if portable else ())))
+        _build(path, cpp_text(call, lint=False), _runtime(*(_PORTABLE if portable else ())))
     return _load(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """False for a library that is not there, or was cut short by a full disk: loading one of those ends the process."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-len(_END), os.SEEK_END)
+            return file.read() == _END
+    except OSError:
+        return False
+
+
+def library_path(call: Call, *, portable: bool = False) -> Path:
+    """Where the cache has the library of a call, or will have it."""
+    texts = (cpp_text(call, lint=which) for which in (False, True))
+    parts = [_shim_hash(), *_STANDARD, *_RUN_FLAGS, *_RUNTIME_FLAGS, *texts]
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return cache_folder() / f"{name}{'-portable' if portable else ''}.so"
 
 
 @cache
@@ -100,6 +133,8 @@ def _build(path: Path, text: str, runtime: Path) -> None:
         compiled = body.with_suffix(".o")
         _clang(["clang", "-c", *_STANDARD, *_RUN_FLAGS, f"-I{SHIM}", str(body), "-o", str(compiled)])
         _clang(["ld.lld", "-shared", str(compiled), str(runtime), "-o", str(made)])
+        with made.open("ab") as file:
+            file.write(_END)
         made.replace(path)  # two processes may build the same: the last one wins, both are right
 
 

@@ -1,5 +1,5 @@
 // As msl.h, for a compiler that only parses: address spaces are real here, so that a pointer without `device`, a mix of
-// device and threadgroup memory, a store to an input and a name that Metal does not have are errors.
+// device and threadgroup memory, a store to an input and a name or word that Metal does not have are errors.
 #pragma once
 #pragma clang system_header
 typedef unsigned char uchar;
@@ -86,3 +86,4 @@ template <typename D, typename A, typename B>
 void simdgroup_multiply(simdgroup_matrix<D, 8, 8>&, const simdgroup_matrix<A, 8, 8>&, const simdgroup_matrix<B, 8, 8>&);
 }  // namespace metal
 using namespace metal;
+#pragma GCC poison double goto

@@ -53,7 +53,8 @@ extern "C" {
 const EmuThread* emu_thread();
 // All lanes of the simdgroup hand in up to 16 bytes; returns once all have come to this same line and column.
 const EmuBoard* emu_meet(const char* what, uint line, uint column, const uint* words, uint num_words);
-void emu_barrier(bool whole_threadgroup, uint line, uint column);
+// `orders`: threadgroup memory, as the flags say; a barrier for other memory only makes threads wait.
+void emu_barrier(bool whole_threadgroup, bool orders, uint line, uint column);
 void* emu_threadgroup_memory(uint id, size_t bytes, const char* name);
 void emu_touch(const void* address, size_t bytes, bool writes);  // for loads and stores made by this header
 float emu_exp(float), emu_exp2(float), emu_log(float), emu_log2(float), emu_sqrt(float);
@@ -132,8 +133,9 @@ template <typename To, typename From> inline To as_type(From from) { return emu_
 namespace metal {
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 
-template <typename T> inline T min(T a, T b) { return b < a ? b : a; }
-template <typename T> inline T max(T a, T b) { return a < b ? b : a; }
+// Of a number and what is none, the number, as the hardware's do.
+template <typename T> inline T min(T a, T b) { return b < a || a != a ? b : a; }
+template <typename T> inline T max(T a, T b) { return a < b || a != a ? b : a; }
 template <typename T> inline T clamp(T x, T low, T high) { return min(max(x, low), high); }
 template <typename T> inline T select(T if_false, T if_true, bool which) { return which ? if_true : if_false; }
 inline float exp(float x) { return emu_exp(x); }
@@ -152,8 +154,12 @@ inline uint clz(uint x) { return x ? uint(__builtin_clz(x)) : 32u; }
 inline float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 namespace precise { using metal::exp; using metal::exp2; using metal::log; using metal::log2; using metal::sqrt; using metal::rsqrt; }
 
-EMU_OWN inline void threadgroup_barrier(mem_flags, EMU_PLACE) { emu_barrier(true, line, column); }
-EMU_OWN inline void simdgroup_barrier(mem_flags, EMU_PLACE) { emu_barrier(false, line, column); }
+EMU_OWN inline void threadgroup_barrier(mem_flags flags, EMU_PLACE) {
+    emu_barrier(true, flags == mem_flags::mem_threadgroup, line, column);
+}
+EMU_OWN inline void simdgroup_barrier(mem_flags flags, EMU_PLACE) {
+    emu_barrier(false, flags == mem_flags::mem_threadgroup, line, column);
+}
 
 // What lanes exchange. A reduction adds in the order of a butterfly, as the hardware's does more or less.
 template <typename T> EMU_OWN inline T emu_lane(const EmuBoard* board, uint lane) {
@@ -181,8 +187,8 @@ template <typename T, typename F> EMU_OWN inline T emu_butterfly(const char* wha
     }
 EMU_REDUCE(simd_sum, a + b)
 EMU_REDUCE(simd_product, a* b)
-EMU_REDUCE(simd_min, b < a ? b : a)
-EMU_REDUCE(simd_max, a < b ? b : a)
+EMU_REDUCE(simd_min, metal::min(a, b))
+EMU_REDUCE(simd_max, metal::max(a, b))
 EMU_REDUCE(simd_and, a & b)
 EMU_REDUCE(simd_or, a | b)
 EMU_REDUCE(simd_xor, a ^ b)

@@ -61,6 +61,7 @@ struct Fiber {
 #endif
     uint8_t* stack;
     State state;
+    bool orders;  // whether the barrier it came to last is one for threadgroup memory
     uint line, column, num_meetings;
     const char* what;
     EmuThread own;
@@ -185,7 +186,8 @@ extern "C" const EmuBoard* emu_meet(const char* what, uint line, uint column, co
     wait_as(AT_MEETING, what, line, column);
     return board;
 }
-extern "C" void emu_barrier(bool whole_threadgroup, uint line, uint column) {
+extern "C" void emu_barrier(bool whole_threadgroup, bool orders, uint line, uint column) {
+    current->orders = orders;
     if (whole_threadgroup) wait_as(AT_BARRIER, "threadgroup_barrier", line, column);
     else wait_as(AT_SIMD_BARRIER, "simdgroup_barrier", line, column);
 }
@@ -356,9 +358,10 @@ static void run_threadgroup(uint* order) {
         }
         for (uint simd = 0; simd < num_threads / LANES && !failed; ++simd) {
             moved |= release(simd * LANES, LANES, AT_MEETING);
-            if (release(simd * LANES, LANES, AT_SIMD_BARRIER)) ++simdgroups[simd].num_barriers, moved = true;
+            if (release(simd * LANES, LANES, AT_SIMD_BARRIER))
+                simdgroups[simd].num_barriers += fibers[simd * LANES].orders, moved = true;
         }
-        if (!failed && release(0, num_threads, AT_BARRIER)) ++epoch, moved = true;
+        if (!failed && release(0, num_threads, AT_BARRIER)) epoch += fibers[0].orders, moved = true;
         if (!failed && !moved) say_stuck();
         if (random_below(4) == 0) shuffle(order, num_threads);
     }

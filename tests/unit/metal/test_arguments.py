@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal.attention import AttentionKernel, PrefixKernel, Tails, group_rows
+from metal.attention import AttentionKernel, Groups, PrefixKernel, Tails, group_rows
 from metal.conv import ConvKernel
 from metal.experts import ExpertsKernel
 from metal.head import HeadKernel
@@ -44,6 +44,18 @@ def shares(weights: mx.array, *, wide: int = 64, width: int = 64) -> Callable[[]
     return lambda: ExpertsKernel(never).shares(mx.zeros((6, wide)), weights, order, matrix(4, width, wide))
 
 
+def whole(weights: mx.array, codes: mx.array | None = None) -> Callable[[], object]:
+    made = matrix(4, 64, 64)
+    gate = made if codes is None else made._replace(codes=codes)
+    return lambda: ExpertsKernel(ordered)(mx.zeros((3, 64)), mx.zeros((3, 2), mx.uint32), weights, gate, made, made)
+
+
+def ordered(name: str, *_: object) -> Compiled:
+    """Only the order of experts, of zeros, is made."""
+    assert name == "stoa_expert_order", f"{name} was compiled"
+    return lambda **asked: [mx.zeros(shape, mx.int32) for shape in asked["output_shapes"]]
+
+
 def head(x: mx.array, uniform_type: mx.Dtype = mx.float32) -> Callable[[], object]:
     return lambda: HeadKernel(never)(x, matrix(9, 64), mx.zeros((3,), uniform_type))
 
@@ -72,6 +84,16 @@ def prefix(members: int, heads: int, size: int, *, num_pages: int = 2) -> Callab
     return lambda: PrefixKernel(never)(queries, *pools(size=size), *tables(3, num_pages), 1.0, groups)
 
 
+def two_queries() -> object:
+    tail, lengths = mx.zeros((3, 2, 32, 64)), mx.full((3, 2), 32, mx.int32)
+    return AttentionKernel(never)(mx.zeros((3, 2, 8, 64)), *pools(), tables(3)[0], lengths, 1.0, tails=Tails(tail, tail))
+
+
+def members(listed: mx.array) -> object:
+    groups = Groups(listed, mx.full((1,), 32, mx.int32), mx.zeros((3,), mx.int32), 32)
+    return PrefixKernel(never)(mx.zeros((3, 1, 8, 64)), *pools(), *tables(3), 1.0, groups)
+
+
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("order has shape", inner(mx.zeros((2, 64)))),
     ("x is .*int32", inner(mx.zeros((3, 64), mx.int32))),
@@ -82,6 +104,9 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("weights is .*bfloat16", shares(mx.zeros((3, 2), mx.bfloat16))),
     ("inner has shape", shares(mx.zeros((4, 2)))),
     ("width 48", shares(mx.zeros((3, 2)), width=48)),
+    ("weights has shape", whole(mx.zeros((2, 3)))),
+    ("gate's codes has shape", whole(mx.zeros((3, 2)), codes=mx.zeros((), mx.uint32))),
+    ("hidden has shape", head(mx.zeros(()))),
     ("codes has shape", head(mx.zeros((3, 128)))),
     ("uniform has shape", head(mx.zeros((2, 64)))),
     ("uniform is", head(mx.zeros((3, 64)), mx.bfloat16)),
@@ -90,20 +115,27 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("gate has shape", router(mx.zeros((3, 32)))),
     ("top 9 of 8", router(mx.zeros((3, 64)), top_k=9)),
     ("of at most 256", router(mx.zeros((3, 64)), num_experts=300)),
+    ("x has shape", router(mx.zeros(()))),
     ("no tokens", router(mx.zeros((0, 64)))),
     ("0 places", lambda: OrderKernel(never)(mx.zeros((0, 2), mx.uint32), 4)),
     ("experts is .*int32", lambda: OrderKernel(never)(mx.zeros((1, 2), mx.int32), 4)),
     ("tails has shape", conv(mx.zeros((4, 192)))),
     ("kernel is", conv(mx.zeros((3, 192), mx.bfloat16), kernel_type=mx.float32)),
     ("1 taps", conv(mx.zeros((3, 192)), taps=1)),
+    ("3 rows of width 0 / 3", conv(mx.zeros((3, 0)), width=0)),
     ("width 99 / 3", conv(mx.zeros((3, 99)), width=33)),
     ("head size 48", attention(mx.zeros((3, 1, 8, 48)), size=48)),
     ("keys has shape", attention(mx.zeros((3, 1, 8, 64)), page=16)),
     ("7 heads over 2", attention(mx.zeros((3, 1, 7, 64)))),
     ("tables has shape", attention(mx.zeros((2, 1, 8, 64)))),
     ("lengths has shape", attention(mx.zeros((3, 2, 8, 64)))),
+    (r"queries \(3, 1, 0, 64\) over pools", attention(mx.zeros((3, 1, 0, 64)))),
+    (r"over pools \(4, 0, 32, 64\)", attention(mx.zeros((3, 1, 8, 64)), num_heads=0)),
+    ("tails for 2 queries", two_queries),
     ("tail has shape", attention(mx.zeros((3, 1, 8, 64)), tails=Tails(*[mx.zeros((2, 2, 32, 64))] * 2))),
     ("9 rows of 4 query heads", prefix(9, 4, 64)),
+    ("members has shape", lambda: members(mx.zeros((8,), mx.int32))),
+    ("no group or no rows", lambda: members(mx.zeros((1, 0), mx.int32))),
     ("head size 128", prefix(8, 1, 128)),
     ("a table of no pages", prefix(8, 1, 64, num_pages=0)),
 ]

@@ -2,13 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
+from structlog.testing import capture_logs
 
+from metal import kernels
 from metal.check import KERNELS, Dims, self_check
-from metal.kernels import Compiled, metal_works
+from metal.kernels import Compiled, body_text, metal_works
 from metal.ops import NO_METAL, SWITCHED_OFF, Ops, choose_ops, plain, verdicts
+from metal.router import RouterKernel
 from tests.metal_emulator.emulator import Emulator, can_emulate
 from tests.metal_emulator.proof import Mutant, mutants_of, planted
 
@@ -25,6 +30,7 @@ DIMS = Dims(
     raw_dtype=mx.bfloat16,
 )
 NAMES = dict(zip(("K1", "K2", "K3", "K4", "K5", "K6"), KERNELS, strict=True))
+BODIES = {path.stem for path in Path(kernels.__file__).parent.glob("*.metal")} - {"int8_tile"}
 needs_emulator = pytest.mark.skipif(not can_emulate(), reason="needs PyPI's ziglang on Linux")
 
 
@@ -32,9 +38,25 @@ needs_emulator = pytest.mark.skipif(not can_emulate(), reason="needs PyPI's zigl
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_every_kernel_agrees_with_plain_ops(dtype: mx.Dtype) -> None:
     emulator = Emulator()
-    found = verdicts(replace(DIMS, dtype=dtype, raw_dtype=dtype), launcher=emulator.metal_kernel, available=lambda: True)
+    most: dict[str, int] = {}
+
+    def launcher(name: str, input_names: Sequence[str], *texts: Any) -> Compiled:
+        compiled = emulator.metal_kernel(name, input_names, *texts)
+
+        def call(**asked: Any) -> list[mx.array]:
+            for one, array in zip(input_names, asked["inputs"], strict=True):
+                most[f"{name}/{one}"] = max(most.get(f"{name}/{one}", 0), array.size)
+            return compiled(**asked)
+
+        return call
+
+    found = verdicts(replace(DIMS, dtype=dtype, raw_dtype=dtype), launcher=launcher, available=lambda: True)
     assert [(one.kernel, one.uses_kernel, one.reason) for one in found] == [(kernel, True, "") for kernel in KERNELS]
     assert emulator.most_threadgroup_bytes <= 32768
+    assert {name.split("/")[0] for name in most} == {f"stoa_{body}" for body in BODIES}
+    # MLX compiles inputs of 8 numbers and more otherwise: what grows with the batch is checked so.
+    short = {name.split("/")[1] for name, size in most.items() if size < 8}
+    assert short == {"size", "sizes", "scale", "width", "keys", "positions"}
 
 
 FOUND = [
@@ -71,6 +93,35 @@ def test_a_body_the_driver_refuses_means_plain_ops(kernel: str) -> None:
     verdict = self_check(kernel, DIMS, refusing)
     assert not verdict.uses_kernel
     assert verdict.reason.startswith("does not run: [metal::Device] Unable")
+
+
+def gone(*_: object) -> Compiled:
+    raise FileNotFoundError(2, "No such file or directory", "router.metal")
+
+
+def test_a_body_whose_file_is_gone_means_plain_ops() -> None:
+    verdict = self_check("router", DIMS, gone)
+    assert not verdict.uses_kernel
+    assert verdict.reason == "does not run: [Errno 2] No such file or directory: 'router.metal'"
+    # What was checked is what runs: the text is not read again for the kernels of a later model.
+    assert body_text("router") is RouterKernel()._route.source
+
+
+@needs_emulator
+def test_a_kernel_that_disagrees_is_logged_and_plain_ops_compute() -> None:
+    emulator = Emulator()
+    mutant = next(one for one in mutants_of("K6") if one.kind == "wrong third")
+    others = tuple(kernel for kernel in KERNELS if kernel != "conv")
+    with capture_logs() as logs:
+        found = verdicts(DIMS, without=others, launcher=planted(emulator, mutant), available=lambda: True)
+    assert [(one["event"], one["log_level"], one["kernel"], one["used"], one["reason"]) for one in logs] == [
+        ("kernel_checked", "warning", "conv", False, "other outputs at 1 rows")
+    ]
+    launched = emulator.num_launches
+    ops = Ops(found, planted(emulator, mutant))
+    x, tails, taps = mx.ones((2, 192), mx.bfloat16), mx.ones((2, 2, 64), mx.bfloat16), mx.ones((64, 3, 1), mx.bfloat16)
+    assert mx.array_equal(ops.convolve(x, tails, taps)[0], mx.full((2, 64), 3.0)).item()
+    assert (launched > 0, emulator.num_launches, ops.name) == (True, launched, "plain")
 
 
 def test_a_model_the_kernels_are_not_made_for_gets_plain_ops() -> None:
