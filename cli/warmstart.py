@@ -5,6 +5,7 @@ What is taught and how is `worker_mac.warmstart`'s. The processes speak in JSON 
 
 import contextlib
 import json
+import os
 import queue
 import signal
 import socket
@@ -25,11 +26,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from cli import say
 from cli.say import Exit
 from stoa.config.load import child_environment
-from stoa.contracts.errors import FormatError, UsageError
+from stoa.contracts.errors import UsageError
+from worker_mac.cluster.hosts import FOLDER, PORT, PYTHON, hostfile, read_hosts
+from worker_mac.cluster.install import install_everywhere
+from worker_mac.cluster.launch import PORT_STEP
+from worker_mac.cluster.probe import SshProbe, addresses_of
 
-FIRST_PORT: Final = 3700
-"""Of a ring over wired Macs; macOS has taken mlx.launch's own choice now and then."""
-PORT_STRIDE: Final = 100
 TRIES: Final = 3
 """Starts with other ports before giving up."""
 GRACE_SECONDS: Final = 60.0
@@ -42,30 +44,30 @@ Event = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Wired Macs, as mlx.launch reads them, and the Python that each has under the same path."""
+    """Wired Macs: MLX's hostfile, how many there are, and the Python and folder that each has in its home."""
 
     file: Path
     num_ranks: int
-    python: str
+    python: str = PYTHON
+    folder: str = FOLDER
 
     @classmethod
-    def read(cls, file: Path, python: str) -> "Hosts":
-        """Raises FormatError for a file that is no list of {"ssh": name, "ips": [address]}."""
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            entries = found["hosts"] if isinstance(found, dict) else found
-            if not entries or not all(entry["ssh"] and entry["ips"] for entry in entries):
-                raise ValueError("a host lacks its name or its address")
-        except (ValueError, KeyError, TypeError) as error:
-            example = '[{"ssh": "mini.local", "ips": ["169.254.1.2"]}]'
-            raise FormatError(f"{file}: not a list of wired Macs: {error}", hint=f"write {example}") from None
-        return cls(file, len(entries), python)
+    def find(cls, hosts_file: Path, place: Path) -> "Hosts":
+        """Install this program on every Mac of hosts.json, look up the addresses on the wire and write the hostfile into `place`.
+
+        Raises WiredError for a file that is no such list, or a Mac that cannot be reached.
+        """
+        hosts, probe = read_hosts(hosts_file), SshProbe()
+        install_everywhere(probe, hosts, say.talk)
+        file = place / "ring.json"
+        file.write_text(hostfile(hosts, addresses_of(probe, hosts)), encoding="utf-8")
+        return cls(file, len(hosts))
 
     def command(self, arguments: Sequence[str], port: int) -> list[str]:
-        """The exact line that starts every rank."""
+        """The exact line that starts every rank, from the home folder."""
         launcher = str(Path(sys.executable).with_name("mlx.launch"))
         line = [launcher, "--hostfile", str(self.file), "--backend", "ring", "--starting-port", str(port)]
-        return [*line, "--python", self.python, "--", *arguments]
+        return [*line, "--cwd", self.folder, "--python", self.python, "--", *arguments]
 
 
 @dataclass(slots=True)
@@ -96,8 +98,8 @@ class Outcome:
 class Processes:
     """The ranks of one start, and their lines as they come. Ends all of them when the block is left."""
 
-    def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
-        self._commands, self._environments = commands, environments
+    def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], cwd: Path | None = None) -> None:
+        self._commands, self._environments, self._cwd = commands, environments, cwd
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -106,6 +108,7 @@ class Processes:
             # mlx.launch reads its standard input in a loop, so it gets a pipe that says nothing, never a closed one.
             process = subprocess.Popen(
                 command,
+                cwd=self._cwd,
                 env=child_environment(environment),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -138,13 +141,15 @@ class Processes:
         """Ask every rank to end after its step, and end those that do not."""
         going = [process for process in self._processes if process.poll() is None]
         for process in going:
-            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # mlx.launch's ranks on this machine are of its group
+                os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds
         for process in going:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
     @property
@@ -163,7 +168,7 @@ class Processes:
         self._lines.put(None)
 
 
-def run(settings_json: str, num_ranks: int, hosts: Hosts | None, *, resume: bool, port: int = FIRST_PORT) -> Outcome:
+def run(settings_json: str, num_ranks: int, hosts: Hosts | None, *, resume: bool, port: int = PORT) -> Outcome:
     """Start the ranks and follow them; other ports are tried where the ranks could not meet."""
     arguments = [*_MODULE, settings_json, *(["--resume"] if resume else [])]
     outcome = Outcome()
@@ -171,13 +176,13 @@ def run(settings_json: str, num_ranks: int, hosts: Hosts | None, *, resume: bool
         outcome = Outcome()
         with contextlib.ExitStack() as stack:
             if hosts is not None:
-                line = hosts.command(arguments, port + attempt * PORT_STRIDE)
+                line = hosts.command(arguments, port + attempt * PORT_STEP)
                 say.talk("starting: " + subprocess.list2cmdline([*line[: len(line) - len(arguments)], *_MODULE, "SETTINGS"]))
                 commands, environments = [line], [dict[str, str]()]
             else:
                 environments = stack.enter_context(ring(num_ranks))
                 commands = [[sys.executable, *arguments]] * num_ranks
-            processes = stack.enter_context(Processes(commands, environments))
+            processes = stack.enter_context(Processes(commands, environments, Path.home() if hosts is not None else None))
             view = stack.enter_context(View())
             try:
                 for event in processes.events():

@@ -1,7 +1,6 @@
 """`stoa warmstart OUT --model DIR`: teach a policy an environment's form on Macs, and write the checkpoint a run starts from."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -32,8 +31,7 @@ def warmstart(
     grad_checkpoint: Annotated[bool, Parameter(help="Compute each layer twice and keep less.")] = False,
     memory_gb: Annotated[float, Parameter(help="Memory a process may use; 0: what the machine grants.")] = 0.0,
     ranks: Annotated[int, Parameter(help="Processes on this machine.")] = 1,
-    hosts: Annotated[Path | None, Parameter(help="Wired Macs, as mlx.launch reads them.")] = None,
-    python: Annotated[str, Parameter(help="Python of every wired Mac, best relative to its folder; this one when left out.")] = "",
+    hosts: Annotated[Path | None, Parameter(help="hosts.json of wired Macs; each has the model, at one path from `stoa-wired`.")] = None,
     split: Annotated[Literal["data", "tensor"], Parameter(help="What several share out: rows, or the model's matrices.")] = "data",
     shares: Annotated[str, Parameter(help="Speeds of the processes, as in 2,1; measured when left out.")] = "",
     save_every: Annotated[int, Parameter(help="Steps from one saved state to the next.")] = 50,
@@ -54,12 +52,16 @@ def warmstart(
 
     if find_spec("mlx_lm") is None:
         raise MissingExtraError("a warm start on a Mac needs mlx_lm", hint="run `pip install 'stoa[mac]'`")
-    wired = Hosts.read(hosts, python or sys.executable) if hosts is not None else None
+    kept = state if state is not None else out.with_name(f"{out.name}.warmstart")
+    wired = None
+    if hosts is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        wired = Hosts.find(hosts, kept)
     usual = defaults(model)
     settings = Settings(
-        model=model if model == FRESH else str(Path(model)),
-        out=str(out),
-        state=str(state if state is not None else out.with_name(f"{out.name}.warmstart")),
+        model=model,
+        out=str(out.resolve() if wired else out),
+        state=str(kept.resolve() if wired else kept),
         environment=environment,
         dialogues=str(dialogues or ""),
         mode="full" if full or model == FRESH else "lora",

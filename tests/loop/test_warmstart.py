@@ -16,6 +16,7 @@ from transformers import Lfm2MoeForCausalLM  # before the trainer prepares this 
 from cli.main import run as stoa
 from cli.say import Exit
 from cli.warmstart import Hosts, Processes, ring, run
+from stoa.config.load import PROJECT_ROOT
 from stoa.config.run import Learning
 from stoa.weights.layout import layout_of
 from tests.servers import free_ports
@@ -97,7 +98,7 @@ def test_mlx_launch_runs_the_ranks_of_a_hostfile(tmp_path: Path) -> None:
     file = tmp_path / "hosts.json"
     file.write_text('[{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}, {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}]')
     asked = settings(tmp_path, num_ranks=2, num_steps=1)
-    outcome = run(asked.to_json(), 2, Hosts.read(file, sys.executable), resume=False, port=free_ports(1)[0])
+    outcome = run(asked.to_json(), 2, Hosts(file, 2, sys.executable, str(PROJECT_ROOT)), resume=False, port=free_ports(1)[0])
     assert outcome.exit is Exit.DONE and (asked.out_folder / "model.safetensors").is_file()
 
 

@@ -6,6 +6,7 @@ rank's fault; exit codes are those of the command.
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -42,8 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _say(event: str, facts: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever started this is gone: save and end, as if it had asked.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _say_nothing(event: str, facts: dict[str, object]) -> None:

@@ -4,8 +4,11 @@ Rank 0 speaks, saves and exports; the others compute. Every fact about one Mac t
 before the first step.
 """
 
+import atexit
 import hashlib
 import json
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -114,7 +117,10 @@ def _check_folders(settings: Settings, ranks: Ranks, resume: bool) -> None:
 def _base(settings: Settings, ranks: Ranks) -> Path:
     if settings.model != FRESH:
         return Path(settings.model)
-    folder = settings.state_folder / f"base-{ranks.rank}"
+    folder = settings.state_folder / "base"
+    if ranks.rank:
+        folder = Path(tempfile.mkdtemp(prefix="stoa-warmstart-"))
+        atexit.register(shutil.rmtree, folder, True)
     write_fresh(folder, settings.seed)
     return folder
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from cli.main import run as stoa
 from cli.say import Exit
 from cli.warmstart import Event, Hosts, View, memory_line, parse_shares
-from stoa.contracts.errors import FormatError, UsageError
+from stoa.contracts.errors import UsageError, WiredError
 
 POLICY = Path(__file__).parents[3] / "environments/search/policy"
 MEMORY = {"planned_bytes": 2e9, "limit_bytes": 16e9, "weights_bytes": 1e9, "num_trained": 63488, "trained_bytes": 1e6}
@@ -31,19 +31,19 @@ def test_what_cannot_be_is_said_in_words(wrong: list[str], words: str, tmp_path:
     assert words in shown and "Traceback" not in shown
 
 
-def test_wired_macs_are_started_by_the_line_that_is_shown(tmp_path: Path) -> None:
-    file = tmp_path / "hosts.json"
-    file.write_text('[{"ssh": "127.0.0.1", "ips": ["169.254.1.2"]}, {"ssh": "mini.local", "ips": ["169.254.1.3"]}]')
-    hosts = Hosts.read(file, "stoa/bin/python")
-    assert hosts.num_ranks == 2
+def test_wired_macs_are_started_by_one_line_that_holds_in_every_home() -> None:
+    hosts = Hosts(Path("/place/ring.json"), 2)
     line = hosts.command(["-m", "worker_mac.warmstart", "{}"], 3700)
     assert line[0] == str(Path(sys.executable).with_name("mlx.launch")) and Path(line[0]).is_file()
-    told = ["--hostfile", str(file), "--backend", "ring", "--starting-port", "3700", "--python", "stoa/bin/python", "--"]
-    assert line[1:] == [*told, "-m", "worker_mac.warmstart", "{}"]
-    for text in ("[]", "{", '[{"ssh": "a", "ips": []}]', "[1]"):
-        file.write_text(text)
-        with pytest.raises(FormatError, match="not a list of wired Macs"):
-            Hosts.read(file, "python")
+    told = ["--hostfile", "/place/ring.json", "--backend", "ring", "--starting-port", "3700", "--cwd", "stoa-wired"]
+    assert line[1:] == [*told, "--python", "venv/bin/python", "--", "-m", "worker_mac.warmstart", "{}"]
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '[{"ssh": ""}]', '[{"ssh": "mini.local"}, {"ssh": "127.0.0.1"}]'])
+def test_a_list_of_macs_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts.json").write_text(text)
+    with pytest.raises(WiredError):
+        Hosts.find(tmp_path / "hosts.json", tmp_path)
 
 
 def test_progress_is_lines_in_a_pipe_and_a_bar_on_a_terminal() -> None:
