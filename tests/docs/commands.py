@@ -75,6 +75,8 @@ RULES = (
     ),
     Rule(r"docs/guides/wired-macs\.md:console", r"stoa doctor", "test", "tests/unit/cli/test_doctor_wired.py", "hosts"),
     Rule(r"docs/guides/wired-macs\.md:console", r"stoa join", "test", "tests/loop/test_wired.py", '"--hosts"'),
+    Rule(r"docs/guides/warm-start\.md:console", "", "test", "tests/loop/test_warmstart.py", '"warm-start.md"'),
+    Rule(r"docs/guides/warm-start\.md:sh", r"stoa warmstart", "mac", "some minutes, a file of one's own, or Macs that are wired"),
     # Everywhere.
     Rule(".*", r"make (install|test)$", "test", ".ci/run", "make test"),
     Rule(".*", r"make demo", "test", "tests/cli/test_demo.py", '"demo"'),

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
+import shlex
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -104,3 +107,12 @@ def test_mlx_launch_runs_the_ranks_of_a_hostfile(tmp_path: Path) -> None:
 
 def _line(asked: Settings) -> list[str]:
     return [sys.executable, "-m", "worker_mac.warmstart", asked.to_json(), *(["--resume"] if asked.state_folder.exists() else [])]
+
+
+def test_the_guides_commands_do_what_it_says(tmp_path: Path) -> None:
+    guide = (PROJECT_ROOT / "docs/guides" / "warm-start.md").read_text()
+    (tmp_path / "environments").symlink_to(PROJECT_ROOT / "environments")
+    for line in "\n".join(re.findall(r"```console\n(.*?)```", guide, re.DOTALL)).splitlines():
+        program, *words = shlex.split(line)
+        subprocess.run([Path(sys.executable).with_name(program), *words], cwd=tmp_path, check=True)
+    assert (tmp_path / "taught/model.safetensors").is_file() and (tmp_path / "taught.warmstart/adapters/adapters.safetensors").is_file()
