@@ -53,11 +53,10 @@ class Desk:
     def __post_init__(self) -> None:
         temporal, ui = free_ports(2)
         (bucket,) = free_ports(1, also_offset=WEED_GRPC_OFFSET)
-        mine = ("STOA_", "AWS_", "PYTHON", "VIRTUAL_ENV")
         self._ports = f"--temporal-port {temporal} --ui-port {ui} --bucket-port {bucket}"
+        mine = ("STOA_", "AWS_", "PYTHON", "VIRTUAL_ENV")
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(mine)},
-            "PATH": f"{self.programs}{os.pathsep}{os.environ['PATH']}",
             "STOA_TEMPORAL_ADDRESS": f"127.0.0.1:{temporal}",
             "STOA_BUCKET_ENDPOINT": f"http://127.0.0.1:{bucket}",
             "STOA_STATE": str(self.folder / "state"),
@@ -109,7 +108,7 @@ class Desk:
         self.log(f"    {self.seconds[command]} s")
 
     def _run(self, command: str) -> "subprocess.CompletedProcess[str]":
-        whole = ["bash", "-c", command]
+        whole = ["bash", "-c", f'PATH="{self.programs}:$PATH"; {command}']
         return subprocess.run(
             whole, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False
         )
@@ -118,7 +117,12 @@ class Desk:
         line = f"{command} {self._ports}" if command == "stoa services" else command
         with (self.folder / f"open-{len(self.open)}.log").open("wb") as log:
             self.open[command] = subprocess.Popen(
-                ["bash", "-c", f"exec {line}"], cwd=self.folder, env=self._environment, stdout=log, stderr=log, start_new_session=True
+                ["bash", "-c", f'PATH="{self.programs}:$PATH"; exec {line}'],
+                cwd=self.folder,
+                env=self._environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def _see(self, command: str) -> None:
