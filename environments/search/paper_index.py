@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from environments.search.building import read_index_about, shard_folder
-from environments.search.shard import Shard, check_digests
+from environments.search.shard import Shard, check_digests, inverse_frequency
 from environments.search.source import Document
 from environments.search.terms import query_terms, term_keys
 from stoa.contracts.errors import InfrastructureFaultError
@@ -43,19 +43,20 @@ class PaperIndex:
 
         Raises InfrastructureFaultError if `time.monotonic()` passes the deadline on the way.
         """
-        keys = term_keys(query_terms(query)).tolist()
+        keys = term_keys(query_terms(query))
+        places = [shard.places(keys) for shard in self._shards]
+        frequencies = sum((place[:, 1] - place[:, 0] for place in places), np.zeros(len(keys), np.int64))
+        most = inverse_frequency(frequencies, self.about.num_documents)
         best: list[tuple[float, int]] = []
-        for shard in self._shards if keys else ():
+        for shard, place in zip(self._shards, places, strict=True):
             if time.monotonic() > deadline:
                 raise InfrastructureFaultError("a search ran out of time", hint="give the server more time a request or fewer requests")
-            scores = shard.scores(keys)
             # A later document with an equal score comes after, so only larger ones can displace what was found.
-            floor = best[-1][0] if len(best) == top_k else 0.0
-            found = np.flatnonzero(scores > np.float32(floor))
+            found, scores = shard.best(place, most, best[-1][0] if len(best) == top_k else 0.0)
             if len(found) > top_k:
-                least = np.partition(scores[found], len(found) - top_k)[len(found) - top_k]
-                found = found[scores[found] >= least]
-            best += [(float(scores[number]), shard.first + number) for number in found.tolist()]
+                kept = scores >= np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
+                found, scores = found[kept], scores[kept]
+            best += [(score, shard.first + number) for score, number in zip(scores.tolist(), found.tolist(), strict=True)]
             best = sorted(best, key=lambda pair: (-pair[0], pair[1]))[:top_k]
         return tuple(Hit(number, score) for score, number in best)
 

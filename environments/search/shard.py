@@ -21,7 +21,6 @@ Legend: N documents, W terms, P postings, B blocks.
 
 import json
 from array import array
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -40,6 +39,10 @@ B: Final = 0.4
 """Of Lucene as Anserini and pyserini run it, which the task's own retriever is."""
 BLOCK: Final = 16
 _CHUNK: Final = 1 << 22
+_ROUNDING: Final = 1.0 + 1e-5
+"""What a float32 sum of stored scores can be above the sum of their bounds, with room to spare."""
+_WORTH: Final = 2
+"""Looking documents up pays where the weak terms have so many times the postings of the strong ones."""
 _NUMPY: Final = {"dtype": "float32", "int_dtype": "int32", "backend": "numpy"}
 _PARAMS: Final = {"k1": K1, "b": B, "delta": 0.5, "method": "lucene", "idf_method": "lucene", **_NUMPY}
 SCORES, DOCUMENTS, STARTS = "data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy"
@@ -137,6 +140,11 @@ def document_frequencies(folder: Path) -> tuple[NDArray[np.uint64], NDArray[np.i
     return np.load(folder / _KEYS), np.diff(np.load(folder / STARTS))
 
 
+def inverse_frequency(frequencies: NDArray[np.int64], num_documents: int) -> NDArray[np.float64]:
+    """Weight of terms that stand in so many of the documents: the first factor of `score_shard`, and more than any score."""
+    return np.log1p((num_documents - frequencies + 0.5) / (frequencies + 0.5))
+
+
 def score_shard(folder: Path, keys: NDArray[np.uint64], frequencies: NDArray[np.int64], num_documents: int, mean_length: float) -> None:
     """The second pass: BM25 of every posting by the numbers of the whole corpus.
 
@@ -146,7 +154,7 @@ def score_shard(folder: Path, keys: NDArray[np.uint64], frequencies: NDArray[np.
     about = read_about(folder)
     starts = np.load(folder / STARTS)
     df = frequencies[np.searchsorted(keys, np.load(folder / _KEYS))]
-    weight = np.log1p((num_documents - df + 0.5) / (df + 0.5))
+    weight = inverse_frequency(df, num_documents)
     norm = K1 * (1 - B + B * np.load(folder / _LENGTHS).astype(np.float64) / mean_length)
     documents = np.load(folder / DOCUMENTS, mmap_mode="r")
     counts = np.load(folder / _FREQUENCIES, mmap_mode="r")
@@ -206,16 +214,54 @@ class Shard:
             raise FormatError(f"{folder}: its files do not fit together", hint="build the index again; finished shards are kept")
         self.first, self.num_documents = about.first, about.num_documents
 
-    def scores(self, keys: Sequence[int]) -> NDArray[np.float32]:
-        """float32 [N]: the sum over query terms (by key) of each document's scores, added in the order of `keys`."""
+    def places(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """int64 [n, 2]: where the postings of each term (by key) begin and end; (0, 0) for a term that is not here."""
+        found = np.searchsorted(self._keys, keys)
+        known = np.zeros(len(keys), np.bool_)
+        inside = found < len(self._keys)
+        known[inside] = self._keys[found[inside]] == keys[inside]
+        places = np.zeros((len(keys), 2), np.int64)
+        places[known, 0], places[known, 1] = self._starts[found[known]], self._starts[found[known] + 1]
+        return places
+
+    def best(self, places: NDArray[np.int64], most: NDArray[np.float64], floor: float) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Documents whose score is above `floor`, int64 [k] ascending, and their scores, float32 [k].
+
+        A score is the sum over terms, added in the order of `places` (int64 [n, 2]). `most` float64 [n] bounds what a term can
+        add. Terms that cannot reach the floor even together are looked up for the documents of the other terms only (the
+        MaxScore rule of Turtle and Flood 1995); that changes no sum and no result.
+        """
+        lengths = places[:, 1] - places[:, 0]
+        order = np.argsort(most, kind="stable")
+        weak = order[: int(np.searchsorted(np.cumsum(most[order]) * _ROUNDING, floor, side="right"))]
+        strong = np.setdiff1d(order, weak)
+        if int(lengths[weak].sum()) > _WORTH * int(lengths[strong].sum()):
+            marked = np.zeros(self.num_documents, np.bool_)
+            for begin, end in places[strong]:
+                marked[self._documents[begin:end]] = True
+            documents = np.flatnonzero(marked)
+            scores = self._scores_of(documents, places)
+        else:
+            scores = self._all_scores(places)
+            documents = np.arange(self.num_documents)
+        above = np.flatnonzero(scores > np.float32(floor))
+        return documents[above], scores[above]
+
+    def _all_scores(self, places: NDArray[np.int64]) -> NDArray[np.float32]:
         total = np.zeros(self.num_documents, np.float32)
-        wanted = np.array(keys, np.uint64)
-        places = np.searchsorted(self._keys, wanted)
-        for place, key in zip(places.tolist(), wanted.tolist(), strict=True):
-            if place < len(self._keys) and int(self._keys[place]) == key:
-                begin, end = int(self._starts[place]), int(self._starts[place + 1])
-                # A document stands once in a term's postings, so this is a plain sum.
-                total[self._documents[begin:end]] += self._scores[begin:end]
+        for begin, end in places:
+            # A document stands once in a term's postings, so this is a plain sum.
+            total[self._documents[begin:end]] += self._scores[begin:end]
+        return total
+
+    def _scores_of(self, documents: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.float32]:
+        total = np.zeros(len(documents), np.float32)
+        wanted = documents.astype(np.int32)
+        for begin, end in places[places[:, 1] > places[:, 0]]:
+            postings = self._documents[begin:end]
+            found = np.minimum(np.searchsorted(postings, wanted), end - begin - 1)
+            there = postings[found] == wanted
+            total[there] += self._scores[begin + found[there]]
         return total
 
     def document(self, number: int) -> Document:

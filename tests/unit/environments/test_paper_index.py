@@ -13,6 +13,7 @@ import zstandard
 
 from environments.search.building import IndexAbout, build_index, read_index_about, shard_folder
 from environments.search.paper_index import PaperIndex
+from environments.search.shard import Shard, inverse_frequency
 from environments.search.source import read_lines
 from environments.search.terms import cleaned_query, query_terms, term_keys, terms_of
 from stoa.contracts.errors import ConfigError, FormatError, InfrastructureFaultError
@@ -56,6 +57,25 @@ def test_result_does_not_depend_on_how_the_corpus_was_cut(corpus: Path, built: t
         assert cut.search(query, 7) == whole.search(query, 7)
     # Equal texts score equally; the earlier document comes first.
     assert whole.search("", 3) == ()
+
+
+def test_leaving_weak_terms_aside_changes_no_result(built: tuple[Path, IndexAbout], corpus: Path, tmp_path: Path) -> None:
+    build_index(corpus, tmp_path / "small", documents_a_shard=40)
+    build_index(corpus, tmp_path / "whole", documents_a_shard=10_000)
+    small, whole, draw = PaperIndex(tmp_path / "small"), PaperIndex(tmp_path / "whole"), random.Random(5)
+    one = Shard(shard_folder(built[0], 1))
+    for _ in range(60):
+        # A few rare words among the most frequent ones, so that most terms are weak once something was found.
+        words = list(dict.fromkeys([*draw.choices(WORDS[:6], k=3), *draw.choices(WORDS[60:], k=2)]))
+        assert small.search(" ".join(words), 3) == whole.search(" ".join(words), 3)
+        places = one.places(term_keys(words))
+        # Looser bounds than the corpus's are bounds too.
+        most = inverse_frequency(np.maximum(places[:, 1] - places[:, 0], 1), 700)
+        documents, scores = one.best(places, most, 0.0)
+        for floor in np.quantile(scores, [0.1, 0.5, 0.9, 0.99]).tolist() if len(scores) else ():
+            above = scores > np.float32(floor)
+            found = one.best(places, most, floor)
+            assert (found[0].tolist(), found[1].tolist()) == (documents[above].tolist(), scores[above].tolist())
 
 
 def test_bm25s_itself_opens_a_shard(built: tuple[Path, IndexAbout]) -> None:
