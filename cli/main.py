@@ -33,6 +33,7 @@ _COMMANDS: Final = {
         "live": "Watch a run, its Macs, bandwidth and alarms on the whole terminal; pause it, or drain a Mac, by key.",
         "fleet": "The Macs of a run, the fastest first, and why the slowest is slow.",
         "episode": "Read what a Mac played: turns, tool calls, rewards, which tokens were learned from.",
+        "eval": "How good versions, or a checkpoint, are on held-out questions: show, make and compare evaluations.",
         "report": "Write report.json, metrics.jsonl, report.html and plots of a run.",
         "metrics": "Give a run's metrics to standard output, a file, a Prometheus page, trackio or wandb.",
         "export": "Make a folder of a run's weights that other tools open.",

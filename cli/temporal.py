@@ -4,6 +4,7 @@ Synchronous, with a limit on every call. What the workflows do is theirs; server
 """
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from datetime import timedelta
@@ -30,6 +31,7 @@ from stoa.contracts.errors import (
     SetupMissingError,
     UsageError,
 )
+from stoa.contracts.evaluation_messages import EvalAsk, EvalPlayer, EvalPlayers, EvaluationInput, EvaluationResult
 from stoa.contracts.fleet_messages import FleetMember, FleetPage, FleetQuery, SessionStatus
 from stoa.contracts.messages import AnchorCadence, Ask, MacAsk, RunInput, RunResult, RunStatus
 
@@ -116,6 +118,35 @@ class Control:
         """Change how often anchors come. Raises UsageError if the run refuses it."""
         self._call(self._update(run, names.SET_ANCHOR_CADENCE, cadence), run)
 
+    def examine(self, run: str, ask: EvalAsk) -> tuple[EvaluationResult, tuple[EvalPlayer, ...]]:
+        """Have a run evaluate a version and wait for the result; also what each Mac did for it, if anybody still tells.
+
+        Raises UsageError if the run refuses it, ServiceError if the evaluation fails.
+        """
+        return self._call(self._examine(run, ask), run)
+
+    async def _examine(self, run: str, ask: EvalAsk) -> tuple[EvaluationResult, tuple[EvalPlayer, ...]]:
+        given: EvaluationInput = await self._update(run, names.EVALUATE, ask, EvaluationInput)
+        client = await self._client(self._settings.namespace_mac)
+        handle = client.get_workflow_handle(names.evaluation_workflow_id(run, given.evaluation), result_type=EvaluationResult)
+        deadline = time.monotonic() + given.timeout_seconds + 6 * CALL_SECONDS
+        while True:
+            try:
+                result = await handle.result(rpc_timeout=timedelta(seconds=CALL_SECONDS))
+                break
+            except WorkflowFailureError as failure:
+                raise ServiceError(f"run {run}: evaluation {given.evaluation}: {innermost(failure)}") from None
+            except RPCError as problem:
+                waits = problem.status in (RPCStatusCode.NOT_FOUND, RPCStatusCode.CANCELLED, RPCStatusCode.DEADLINE_EXCEEDED)
+                if not waits or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.5)  # it is opened after the run's present small task
+        try:
+            told = await handle.query(names.PLAYERS_QUERY, result_type=EvalPlayers, rpc_timeout=timedelta(seconds=QUERY_SECONDS))
+        except (RPCError, WorkflowQueryFailedError):
+            return result, ()
+        return result, told.players
+
     async def _client(self, namespace: str) -> Client:
         if namespace not in self._clients:
             self._clients[namespace] = await connect(self._settings.address, namespace, self._access)
@@ -184,10 +215,12 @@ class Control:
         found = [one.id async for one in client.list_workflows(asked, limit=MOST_LISTED, rpc_timeout=timedelta(seconds=QUERY_SECONDS))]
         return tuple(sorted(name.removeprefix(first) for name in found))
 
-    async def _update(self, run: str, update: str, argument: Ask | MacAsk | AnchorCadence) -> None:
+    async def _update(
+        self, run: str, update: str, argument: Ask | MacAsk | AnchorCadence | EvalAsk, result_type: type[ResultT] | None = None
+    ) -> ResultT:
         handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))
         try:
-            await handle.execute_update(update, argument, rpc_timeout=timedelta(seconds=6 * CALL_SECONDS))
+            return await handle.execute_update(update, argument, result_type=result_type, rpc_timeout=timedelta(seconds=6 * CALL_SECONDS))
         except WorkflowUpdateFailedError as failure:
             raise UsageError(f"run {run}: {update} was refused: {innermost(failure)}") from None
         except RPCError as problem:

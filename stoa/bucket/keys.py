@@ -14,6 +14,9 @@
     runs/<run>/checkpoints/e<epoch>/s<step:08d>/<name>
     runs/<run>/evals/v<version:08d>/<evaluation>/<part:04d>-<host>.safetensors.zst
     runs/<run>/evals/v<version:08d>/<evaluation>/summary.json
+    exams/<exam>/exam.json
+    exams/<exam>/claims/<part:06d>-<attempt:02d>.json
+    exams/<exam>/answers/<part:06d>.safetensors.zst
     probes/<name>
     runs/<run>/retention/<unix seconds:010d>.json
     runs/<run>/revoked/<host | invite>.json
@@ -37,6 +40,8 @@ _CHECKPOINT = re.compile(r"runs/([a-z0-9-]+)/checkpoints/e(\d+)/s(\d{8})/([a-zA-
 _MANIFEST = re.compile(r"runs/([a-z0-9-]+)/manifests/(\d{8})\.e(\d+)-[0-9a-f]{16}\.json")
 _DELTA = re.compile(r"runs/([a-z0-9-]+)/deltas/(\d{8})-(\d{8})-[0-9a-f]{16}\.safetensors")
 _ANCHOR = re.compile(r"runs/([a-z0-9-]+)/anchors/(\d{8})/(?:index-[0-9a-f]{16}\.json|\d{4}-[0-9a-f]{16}\.safetensors)")
+_EXAM_CLAIM = re.compile(r"exams/([a-z0-9-]+)/claims/(\d{6})-(\d{2})\.json")
+_EXAM_ANSWER = re.compile(r"exams/([a-z0-9-]+)/answers/(\d{6})\.safetensors\.zst")
 _GRANT = re.compile(r"runs/([a-z0-9-]+)/grants/([a-z0-9-]+)/(\d{8})\.json")
 
 MAC_READS = tuple(f"runs/*/{what}" for what in ("run.json", "HEAD.json", "model/*", "manifests/*", "deltas/*", "anchors/*"))
@@ -227,6 +232,53 @@ def eval_summary(run: str, version: int, evaluation: str) -> str:
 def evals_prefix(run: str) -> str:
     """Prefix of all evaluations."""
     return f"{root(run)}evals/"
+
+
+def exam_document(exam: str) -> str:
+    """What is asked in the examination of a checkpoint, create-only."""
+    return f"{_exam(exam)}exam.json"
+
+
+def exam_claim(exam: str, part: int, attempt: int) -> str:
+    """Who plays a part; a later attempt takes it over from one that fell silent. Create-only."""
+    return f"{_exam(exam)}claims/{part:06d}-{attempt:02d}.json"
+
+
+def exam_answer(exam: str, part: int) -> str:
+    """Episodes of a part, create-only: it counts once, however many played it."""
+    return f"{_exam(exam)}answers/{part:06d}.safetensors.zst"
+
+
+def exam_claims_prefix(exam: str) -> str:
+    """Prefix of all claims."""
+    return f"{_exam(exam)}claims/"
+
+
+def exam_answers_prefix(exam: str) -> str:
+    """Prefix of all answers."""
+    return f"{_exam(exam)}answers/"
+
+
+def parse_exam_claim(key: str) -> tuple[int, int]:
+    """Part and attempt of a claim's key. Raises FormatError for another key."""
+    found = _EXAM_CLAIM.fullmatch(key)
+    if found is None:
+        raise FormatError(f"{key} is no claim of an examination")
+    return int(found[2]), int(found[3])
+
+
+def parse_exam_answer(key: str) -> int:
+    """Part of an answer's key. Raises FormatError for another key."""
+    found = _EXAM_ANSWER.fullmatch(key)
+    if found is None:
+        raise FormatError(f"{key} is no answer of an examination")
+    return int(found[2])
+
+
+def _exam(exam: str) -> str:
+    if not is_name(exam):
+        raise FormatError(f"{exam!r} is no name of an examination")
+    return f"exams/{exam}/"
 
 
 def retention_prefix(run: str) -> str:

@@ -1,0 +1,61 @@
+"""`stoa eval` shows what a run's bucket holds, keeps results in files, and compares two of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.evaluation import shown
+from stoa.bucket.evals import Mark, Summary
+from stoa.contracts.errors import FormatError, UsageError
+from stoa.contracts.evaluation_messages import EvalPlayer, EvaluationResult
+
+
+def summary(evaluation: str, version: int, num_right: int, num: int = 100) -> Summary:
+    marks = tuple(Mark(f"q{i}", float(i < num_right), float(i < num_right), 0.0, 1.0, 12, num_turns=2) for i in range(num))
+    result = EvaluationResult("demo", evaluation, version, num, num_right / num, (0.0, 1.0), 1.0, key="k")
+    return Summary("stoa-evaluation-1", result, marks)
+
+
+SUMMARIES = [summary("v0-first", 0, 29), summary("v4-every", 4, 10, 20), summary("v4-last", 4, 63)]
+
+
+def test_every_measure_is_told_with_its_interval() -> None:
+    exam = shown.of_summary(SUMMARIES[0], [EvalPlayer("mac-1", 2, 100, 12345.6, 789.0)])
+    told = "\n".join(shown.lines(exam))
+    assert "demo version 0, v0-first: 100 questions (95 % intervals: wilson)" in told
+    assert "0.290  (0.210 to 0.385)" in told
+    for words in ("pass@1", "cover", "exact match", "searches", "cut off", "turns", "words of an answer", "sampled tokens"):
+        assert words in told
+    assert "mac-1: 100 episodes in 2 parts, 12,346 an hour, 789 tokens/s" in told
+    tree = shown.as_tree(exam)
+    assert tree["measures"]["estimates"]["pass_at_1"]["value"] == 0.29
+    assert "marks" not in tree
+    json.dumps(tree)
+
+
+def test_results_are_found_by_name_and_by_version() -> None:
+    assert shown.pick(SUMMARIES, "v4-every").evaluation == "v4-every"
+    assert shown.pick(SUMMARIES, "4").evaluation == "v4-last", "of a version the one with most questions"
+    assert shown.pick(SUMMARIES, "v0").evaluation == "v0-first"
+    with pytest.raises(UsageError) as caught:
+        shown.pick(SUMMARIES, "v9")
+    assert "v0-first, v4-every, v4-last" in caught.value.hint
+
+
+def test_two_results_are_compared_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "before.json"
+    shown.write(shown.pick(SUMMARIES, "v0-first"), path)
+    found, told = shown.compared(shown.read(path), shown.pick(SUMMARIES, "v4-last"))
+    assert (found.num_questions, found.only_before, found.only_after) == (100, 0, 34)
+    assert "pass@1 0.290 -> 0.630: +0.340" in told[1]
+    assert "more than chance" in told[2]
+    assert "questions to be found" in told[3]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "stoa-exam-1"}', "\x00"])
+def test_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "junk.json"
+    path.write_text(text)
+    with pytest.raises(FormatError, match="no evaluation"):
+        shown.read(path)
