@@ -8,14 +8,16 @@ a row has the same bits whatever else is in its step.
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoa.contracts.errors import GpuInterruptedError, RankLostError
+from stoa.contracts.errors import GpuInterruptedError, RankLostError, StoaError
 from worker_mac.decoder import Drawn
 from worker_mac.plan import Ints, Pairs, Work
 
@@ -47,7 +49,7 @@ class _Request:
     uniform: NDArray[np.float32] | None = None
     served: threading.Event = field(default_factory=threading.Event)
     flight: InFlight | None = None
-    fault: BaseException | None = None
+    fault: StoaError | None = None
 
 
 class Lane:
@@ -104,32 +106,29 @@ class Lanes:
         self._decoder = decoder
         self._asked: queue.Queue[_Request] = queue.Queue()
         self._baton = threading.Lock()
+        self._closed = threading.Event()
         self.generation = 0
         """Times the caches were thrown away."""
 
     def run(self, halves: Sequence[Callable[[], _Answer]]) -> list[_Answer]:
         """What each half gives, each on a thread of its own; a half computes by its `Lane`. Raises the first fault."""
-        answers: dict[int, _Answer] = {}
-        faults: list[BaseException] = []
 
-        def play(number: int, half: Callable[[], _Answer]) -> None:
+        def play(half: Callable[[], _Answer]) -> _Answer:
             with self._baton:
-                try:
-                    answers[number] = half()
-                except BaseException as error:  # noqa: BLE001 - it is raised again on the engine's thread
-                    faults.append(error)
+                return half()
 
-        threads = [threading.Thread(target=play, args=(n, half), name=f"lane-{n}", daemon=True) for n, half in enumerate(halves)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
+        with ThreadPoolExecutor(len(halves), thread_name_prefix="lane") as pool:
+            playing = [pool.submit(play, half) for half in halves]
             try:
-                self._serve(self._asked.get(timeout=POLL_SECONDS))
-            except queue.Empty:
-                continue
-        if faults:
-            raise faults[0]
-        return [answers[number] for number in range(len(halves))]
+                while not all(one.done() for one in playing):
+                    try:
+                        self._serve(self._asked.get(timeout=POLL_SECONDS))
+                    except queue.Empty:
+                        continue
+            finally:
+                # Whoever still waits for this thread is told.
+                self._closed.set()
+        return [one.result() for one in playing]
 
     def compute(self, work: Work, uniform: NDArray[np.float32]) -> Drawn:
         """A step; other lanes think while it lasts."""
@@ -139,7 +138,7 @@ class Lanes:
         try:
             self._await(request)
             if request.flight is None:
-                raise AssertionError("a step that nobody computes")
+                raise RankLostError("a step was not computed")
             return request.flight.result()
         finally:
             self._baton.acquire()
@@ -152,8 +151,10 @@ class Lanes:
         self.generation += 1
 
     def _await(self, request: _Request) -> None:
-        if not request.served.wait(ANSWER_SECONDS):
-            raise RankLostError(f"a step was not begun in {ANSWER_SECONDS:g} s")
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not request.served.wait(POLL_SECONDS):
+            if self._closed.is_set() or time.monotonic() > deadline:
+                raise RankLostError("the engine computes no more steps of this sweep")
         if request.fault is not None:
             raise request.fault
 
@@ -163,6 +164,7 @@ class Lanes:
                 self._decoder.reset()
             else:
                 request.flight = self._decoder.submit(request.work, request.uniform)
-        except BaseException as error:  # noqa: BLE001 - it is raised again on the lane's thread
+        except StoaError as error:  # raised again on the lane's thread
             request.fault = error
-        request.served.set()
+        finally:
+            request.served.set()
