@@ -1,7 +1,7 @@
 """`stoa live RUN`: a run on the whole terminal."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -14,6 +14,7 @@ def live(
     /,
     *,
     every: Annotated[float, Parameter(help="Seconds between two looks: more over a slow line.")] = 2.0,
+    picture: Annotated[Literal["fleet", "timeline", "star"], Parameter(help="What a snapshot shows in the middle.")] = "fleet",
     snapshot: Annotated[Path | None, Parameter(help="Write one picture as SVG to this file, and end.")] = None,
     size: Annotated[str, Parameter(help="Columns and rows of the snapshot.")] = "120x32",
     config: Servers = None,
@@ -52,5 +53,6 @@ def live(
             return
         from cli.live.snapshot import take
 
-        snapshot.write_text(take(app, (int(shape[1]), int(shape[2]))), "utf-8")
+        keys = () if picture == "fleet" else (picture[0],)
+        snapshot.write_text(take(app, (int(shape[1]), int(shape[2])), keys, apart_seconds=every), "utf-8")
         say.talk(f"live: written to {snapshot}")

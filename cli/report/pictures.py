@@ -35,7 +35,7 @@ def _timeline(record: RunRecord, axes: Axes) -> None:
     told: set[str] = set()
     for row, at, seconds, colour, label in bars:
         left, right = max(at, start), min(at + seconds, end)
-        if right > left:
+        if right - left > (end - start) / 1000:  # less is not seen, and would stand in the legend all the same
             thin = colour == PUBLISH and row < top
             axes.barh(
                 row + (0.3 if thin else 0.0), right - left, left=left - start, height=0.2 if thin else 0.5, color=colour, alpha=0.75,
