@@ -5,7 +5,7 @@
 `pipeline_max_difference`: largest distance of a logprob or logit, whole multi-turn sweeps with evictions, prefill and
 decode, 2 and 3 ranks, lfm2_moe, lfm2 and four of mlx-lm's families at 4 and 8 bits; infinite if a token or a chosen expert
 differs. `tensor_parallel_max_difference`: the same of logits with 2, 4 and 8 ranks. Fractions are of the rank with most,
-at 2 ranks.
+at 2 ranks. Keys that begin with `warmstart_` are `benchmarks.warmstart`'s.
 """
 
 import argparse
@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import warmstart
 from stoa.config.load import PROJECT_ROOT
 from worker_mac.cluster.launch import calm
 
-RANK_SECONDS = 240.0
+RANK_SECONDS = 600.0
 Found = dict[str, Any]
 
 
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wired", description=__doc__)
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     asked = parser.parse_args(arguments)
-    found = run()
+    found = run() | warmstart.measure()
     if not asked.json:
         for key, value in found.items():
             print(f"{key:32} {value}")

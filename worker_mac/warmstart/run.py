@@ -282,5 +282,6 @@ def _finish(learner: Learner, ranks: Ranks, base: Path, tell: Tell) -> None:
     if settings.mode == "lora":
         write_adapters(settings.state_folder / "adapters", settings, trained, len(learner.policy.model.layers))
     # Over quantised weights the taught policy is another one; reloading it whole might not fit beside them either.
-    difference = None if settings.bits and settings.mode == "lora" else compare(settings.out_folder, logits, probe)
+    exact = all(tensor.item_bytes == 4 for tensor in memory.read_tensors(base))
+    difference = None if settings.bits and settings.mode == "lora" else compare(settings.out_folder, logits, probe, exact=exact)
     tell("exported", {"folder": settings.out, "num_bytes": num_bytes, "max_logit_difference": difference})

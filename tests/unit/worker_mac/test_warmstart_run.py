@@ -216,3 +216,25 @@ def test_a_step_that_blows_up_says_so_and_leaves_the_last_state(tmp_path: Path) 
     with pytest.raises(NonFiniteError, match="step 1"):
         teach(asked)
     assert [path.name for path in asked.state_folder.iterdir()] == ["step-00000001"] and not asked.out_folder.exists()
+
+
+@pytest.mark.parametrize("mode, bits", [("full", 0), ("lora", 4)])  # MLX's CPU backend gathers experts in fp32 only
+def test_a_checkpoint_in_bf16_stays_one(mode: str, bits: int, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(POLICY, base)
+    halved = {
+        name: array if "expert_bias" in name else array.astype(mx.bfloat16)
+        for name, array in mx.load(str(base / "model.safetensors")).items()
+    }
+    # In two files, as large checkpoints are.
+    names = sorted(halved)
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        mx.save_safetensors(str(base / f"model-0000{number}-of-00002.safetensors"), {name: halved[name] for name in part})
+    (base / "model.safetensors").unlink()
+    asked = settings(tmp_path, model=str(base), mode=mode, bits=bits, learning_rate=1e-3)
+    _, told = teach(asked)
+    assert np.isfinite(float(str(dict(told)["step"]["loss"])))
+    for path in sorted(base.glob("model-*")):
+        before, after = mx.load(str(path)), mx.load(str(asked.out_folder / path.name))
+        assert {name: (array.dtype, array.shape) for name, array in before.items()} == {n: (a.dtype, a.shape) for n, a in after.items()}
+        assert any(not bool(mx.array_equal(before[name], after[name])) for name in before)
