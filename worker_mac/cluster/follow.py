@@ -6,12 +6,14 @@ gone. All but digests is done in the order of the orders, on the one thread that
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import mlx.core as mx
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from metal.sizes import ATTENTION_BYTES
 from stoa.contracts.errors import FormatError, StoaError, WrongStateError
 from stoa.weights.layout import Layout, RawType, layout_of
 from worker_mac.cluster.orders import drawn_answer, fault_answer, read_change, read_sampling, read_step
@@ -20,18 +22,23 @@ from worker_mac.cluster.split import arrays_of
 from worker_mac.cluster.stage import Neighbours, StageModel, step_stage
 from worker_mac.cluster.wire import Channel, Message
 from worker_mac.decoder import Decoder
-from worker_mac.memory import CACHE_BYTES
+from worker_mac.holds import Awake, wired_bytes
+from worker_mac.memory import CACHE_BYTES, MARGIN_BYTES
 from worker_mac.model_config import read_model_config
+from worker_mac.player import bound_memory
 
 _log = structlog.get_logger(__name__)
+STEP_BYTES: Final = ATTENTION_BYTES + CACHE_BYTES + MARGIN_BYTES
 Numbers = Mapping[str, NDArray[np.generic]]
 
 
 class Follower:
     """One Mac's layers, under orders."""
 
-    def __init__(self, channel: Channel, link: Neighbours) -> None:
-        self._channel, self._link = channel, link
+    def __init__(self, channel: Channel, link: Neighbours, limit_bytes: int | None = None) -> None:
+        """limit_bytes: what weights and pages may take of this Mac; None for no limit."""
+        self._channel, self._link, self._limit_bytes = channel, link, limit_bytes
+        self._awake = Awake()
         self._weights: PartWeights | None = None
         self._model: StageModel | None = None
         self._decoder: Decoder | None = None
@@ -41,7 +48,13 @@ class Follower:
 
     def run(self) -> None:
         """Do as told until told to end. Raises RankLostError if the first Mac is gone, and what makes this one useless."""
-        mx.set_cache_limit(CACHE_BYTES)
+        bound_memory(self._limit_bytes)
+        try:
+            self._obey()
+        finally:
+            self._let_go()
+
+    def _obey(self) -> None:
         while True:
             order = self._channel.receive()
             if order.op == "bye":
@@ -73,12 +86,14 @@ class Follower:
                 self._decoder = None
                 mx.clear_cache()
                 self._decoder = Decoder(self._ready(), order.number("num_pages"), order.number("num_slots"))
+                self._hold(self._decoder.num_cache_bytes)
                 return {"num_bytes": self._decoder.num_cache_bytes}, {}
             case "reset":
                 self._pool().reset()
             case "drop":
                 self._decoder = None
                 mx.clear_cache()
+                self._let_go()
             case "step" | "logits":
                 return {}, self._step(order)
             case "peak":
@@ -86,6 +101,17 @@ class Follower:
             case _:
                 raise FormatError(f"an order {order.op!r} that is not known here")
         return {}, {}
+
+    def _hold(self, cache_bytes: int) -> None:
+        """While there are pages, this Mac stays awake and its weights stay in memory."""
+        self._awake.hold()
+        if mx.metal.is_available():
+            mx.set_wired_limit(wired_bytes(self._held().num_bytes + cache_bytes + STEP_BYTES, self._limit_bytes))
+
+    def _let_go(self) -> None:
+        self._awake.release()
+        if mx.metal.is_available():
+            mx.set_wired_limit(0)
 
     def _take_layers(self, order: Message) -> dict[str, object]:
         model_config = order.fields["model_config"]

@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         link = RingLink(group, Watchdog(partial(_stuck, options, rank), options.stuck_seconds))
         if rank == 0:
             return _lead(options, secret, link)
-        Follower(_call_in(options, secret, rank), link).run()
+        Follower(_call_in(options, secret, rank), link, limit_of(options, rank)).run()
     except StoaError as error:
         _log.error("rank_ended", kind=type(error).__name__, reason=error.message, hint=error.hint)
         return LOST
@@ -163,12 +163,16 @@ def _tell(path: Path, ended: Ended) -> None:
 
 def own_strength(options: Options, rank: int) -> Strength:
     """What this Mac has, as stated or as found here."""
-    stated = options.limits[rank] if rank < len(options.limits) else 0
-    limit: int | None = stated or None
-    if limit is None and mx.metal.is_available():
-        limit = int(int(mx.device_info()["max_recommended_working_set_size"]) * MacHost().memory_fraction)
     bandwidth = options.bandwidths[rank] if rank < len(options.bandwidths) else 0
-    return Strength(limit, bandwidth or measured_bandwidth())
+    return Strength(limit_of(options, rank), bandwidth or measured_bandwidth())
+
+
+def limit_of(options: Options, rank: int) -> int | None:
+    """What weights and pages may take of this Mac: as stated, else what macOS recommends less what others need; None elsewhere."""
+    stated = options.limits[rank] if rank < len(options.limits) else 0
+    if stated or not mx.metal.is_available():
+        return stated or None
+    return int(int(mx.device_info()["max_recommended_working_set_size"]) * MacHost().memory_fraction)
 
 
 def measured_bandwidth() -> float:
