@@ -98,6 +98,16 @@ def test_every_toml_of_a_document_is_toml(name: str) -> None:
         assert tomllib.loads(block)
 
 
+def test_messages_that_troubleshooting_explains_are_said_by_the_code() -> None:
+    rooms = ("cli", "stoa", "activities", "workflows", "worker_mac", "trainer_gpu")
+    code = "\n".join(path.read_text("utf-8") for room in rooms for path in sorted((ROOT / room).rglob("*.py")))
+    text = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    firsts = re.findall(r"^\| (?!what you see)([^|]+) \|", text, re.MULTILINE)
+    said = [part.strip() for first in firsts for span in re.findall(r"`([^`]+)`", first) for part in span.split("...")]
+    assert len(said) > 8
+    assert [part for part in said if part and part not in code] == []
+
+
 def test_no_page_tells_anybody_to_edit_our_source() -> None:
     told = re.compile(
         r"\b(edit|change|patch|modify)\b[^.\n]{0,40}`?(stoa|cli|worker_mac|trainer_gpu|workflows|activities)/\w+", re.IGNORECASE
