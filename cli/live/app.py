@@ -109,6 +109,8 @@ class Live(App[None]):
         Binding("p", "pause", "pause"),
         Binding("d", "drain", "drain"),
         Binding("q", "quit", "quit"),
+        # In a terminal's own words Ctrl-C ends a program; textual would only say how.
+        Binding("ctrl+c", "quit", "quit", show=False, priority=True),
     ]
 
     def __init__(self, source: Source, *, steps: int, every: float, clock: Callable[[], float] = time.monotonic) -> None:

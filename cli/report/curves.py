@@ -26,7 +26,11 @@ def _learning(record: RunRecord, axes: Axes) -> None:
     versions = [e.version for e in good]
     rates = {"pass@1": [e.pass_at_1 for e in good], "search rate": [e.search_rate for e in good]}
     for colour, (label, values) in zip(SERIES, rates.items(), strict=False):
-        bounds = [wilson_95(value, e.num_questions) for value, e in zip(values, good, strict=True)]
+        of_samples = label == "pass@1"  # with several samples a question its interval is the evaluation's own
+        bounds = [
+            e.interval_95 if of_samples and e.num_samples > 1 else wilson_95(value, e.num_questions)
+            for value, e in zip(values, good, strict=True)
+        ]
         axes.fill_between(versions, [low for low, _ in bounds], [high for _, high in bounds], color=colour, alpha=0.15, linewidth=0)
         axes.plot(versions, values, color=colour, marker="o", markersize=4, label=label)
     axes.set(xlabel="version", ylabel="share of held-out questions", ylim=(0, 1.02))

@@ -6,7 +6,7 @@ Rates and fractions are in [0, 1]; times are seconds; sizes are bytes.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Final
 
@@ -151,7 +151,7 @@ def summarise(record: RunRecord) -> Summary:
     macs = tuple(_mac(session, steps) for session in sorted(record.sessions, key=lambda s: s.host))
     pulled = sum(mac.bytes_down for mac in macs)
     pushed = sum(mac.bytes_up for mac in macs) + sum(deltas) + sum({r.anchor_version: r.anchor_bytes for r in versions}.values())
-    gained = change(record.evaluations, lambda e: e.pass_at_1)
+    gained = exam_change(record.evaluations)
     trainer_idle, mac_idle = trainer_idle_fraction(steps), mac_idle_fraction(record.sessions, record.sessions_early)
     return Summary(
         run=record.facts.run,
@@ -204,6 +204,13 @@ def change(evaluations: Sequence[EvaluationResult], rate: Callable[[EvaluationRe
         return Change(0.0, 0.0, 0, (0.0, 0.0))
     end = rate(good[-1])
     return Change(rate(good[0]), end, good[-1].num_questions, wilson_95(end, good[-1].num_questions))
+
+
+def exam_change(evaluations: Sequence[EvaluationResult]) -> Change:
+    """Of pass@1: with several samples a question the interval is the evaluation's own, by the bootstrap over questions."""
+    found = change(evaluations, lambda e: e.pass_at_1)
+    good = [e for e in evaluations if not e.error and e.num_questions]
+    return replace(found, interval_95=good[-1].interval_95) if good and good[-1].num_samples > 1 else found
 
 
 def wilson_95(rate: float, count: int) -> tuple[float, float]:

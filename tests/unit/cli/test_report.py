@@ -165,3 +165,13 @@ def test_faults_are_told_each_in_a_few_words() -> None:
         "quarantined: mac-2",
         "away: mac-1",
     ]
+
+
+def test_several_samples_a_question_show_pass_at_k_and_their_own_interval() -> None:
+    first, last = record().evaluations
+    several = record(evaluations=(first, replace(last, num_samples=8, pass_at_k=0.9, interval_95=(0.7, 0.85))))
+    summary = summarise(several)
+    assert summary.pass_at_1.interval_95 == (0.7, 0.85)
+    text = page(several, summary, ())
+    assert "90.0% (k = 8)" in text and "<th>pass@k</th>" in text
+    assert "pass@k" not in page(record(), summarise(record()), ())
