@@ -50,7 +50,7 @@ def measure() -> Found:
         folder = Path(place)
         usual = Settings(model=str(POLICY), out="", state="", batch_rows=16, num_steps=NUM_STEPS, learning_rate=1e-3, num_warmup_steps=1)
         rows = {mode: _difference(folder / mode, replace(usual, mode=mode), shares=(3.0, 1.0)) for mode in ("lora", "full")}
-        wide = _write_wide(folder / "wide")
+        wide = write_wide(folder / "wide")
         split = replace(usual, model=str(wide), batch_rows=4, experts=False)
         matrices = {bits: _difference(folder / f"split-{bits}", replace(split, bits=bits), split="tensor") for bits in (4, 8)}
         speeds = _speeds(folder / "speed", usual)
@@ -137,7 +137,7 @@ def _computed_twice() -> Found:
     }
 
 
-def _write_wide(folder: Path) -> Path:
+def write_wide(folder: Path) -> Path:
     """A random LFM2-MoE whose matrices divide by two in whole groups, with the demo's tokenizer."""
     config = json.loads((POLICY / "config.json").read_text("utf-8"))
     config |= {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}

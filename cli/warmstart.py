@@ -155,7 +155,7 @@ class Processes:
     @property
     def codes(self) -> tuple[int, ...]:
         """How the ranks that are gone have ended."""
-        return tuple(process.returncode for process in self._processes if process.returncode is not None)
+        return tuple(code for process in self._processes if (code := process.poll()) is not None)
 
     @property
     def pids(self) -> tuple[int, ...]:
