@@ -18,7 +18,7 @@ from stoa.bucket.run_document import RunDocument, read_run
 from stoa.bucket.store import Store
 from stoa.config.load import load_run
 from stoa.config.run import RunConfig, Stop
-from stoa.contracts.errors import ServiceUnavailableError
+from stoa.contracts.errors import ServiceError, ServiceUnavailableError
 
 POLL_SECONDS: Final = 2.0
 OUTAGE_SECONDS: Final = 900.0
@@ -72,7 +72,7 @@ def follow(found: Found, max_steps: int, ui_url: str = "", *, on_record: Callabl
                 progress.show(record)
                 on_record(record)
                 away_since = 0.0
-                num_absent = 0 if found.control.is_running(run) else num_absent + 1
+                num_absent = num_absent + 1 if is_absent(found.control, run) else 0
                 if num_absent and record.state in ENDED:
                     return record
                 if num_absent >= GONE_LOOKS:
@@ -84,6 +84,14 @@ def follow(found: Found, max_steps: int, ui_url: str = "", *, on_record: Callabl
                 if time.monotonic() - away_since > OUTAGE_SECONDS:
                     raise
             time.sleep(POLL_SECONDS)
+
+
+def is_absent(control: Control, run: str) -> bool:
+    """True if Temporal says that it runs no such workflow; False also while it says nothing."""
+    try:
+        return not control.is_running(run)
+    except ServiceError:
+        return False
 
 
 def gone(record: RunRecord) -> RunRecord:

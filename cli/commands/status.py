@@ -20,7 +20,7 @@ def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = Non
     """How a run is, what it waits for, and each Mac."""
     from rich.console import Console
 
-    from cli.follow import PIPE_COLUMNS, find_run, gone
+    from cli.follow import PIPE_COLUMNS, find_run, gone, is_absent
     from cli.follow import follow as follow_to_its_end
     from cli.live.progress import block
 
@@ -33,7 +33,7 @@ def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = Non
                 return Exit.STOPPED
         else:
             record = found.collector.collect()
-            if record.state not in ("stopped", "failed") and not found.control.is_running(run):
+            if record.state not in ("stopped", "failed") and is_absent(found.control, run):
                 record = gone(record)
         prices = found.document.config.stop
     spent = {"gpu_hours": record.gpu_hours, "dollars": round(record.gpu_hours * prices.dollars_per_gpu_hour, 6)}

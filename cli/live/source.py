@@ -1,6 +1,6 @@
 """A run on real servers, as the live view's source."""
 
-from cli.follow import ASKED, GONE_LOOKS, Found, gone
+from cli.follow import ASKED, GONE_LOOKS, Found, gone, is_absent
 from cli.live.view import ENDED
 from cli.report.look import sweeps_of
 from cli.report.record import RunRecord, SweepBar
@@ -21,7 +21,7 @@ class Servers:
         """Raises ServiceUnavailableError while the bucket is away."""
         record = self._found.collector.collect()
         if record.state not in ENDED:
-            self._num_absent = 0 if self._found.control.is_running(self._run) else self._num_absent + 1
+            self._num_absent = self._num_absent + 1 if is_absent(self._found.control, self._run) else 0
         return gone(record) if self._num_absent >= GONE_LOOKS else record
 
     def sweeps(self, record: RunRecord, version: int) -> tuple[SweepBar, ...]:

@@ -71,3 +71,21 @@ def test_following_ends_once_temporal_has_no_such_run(monkeypatch: pytest.Monkey
     told = follow(cast(Found, found), 8)
     assert (told.state, len(looks)) == ("gone", 2 * GONE_LOOKS)
     assert "--resume" in told.end_reason
+
+
+def test_silence_of_temporal_is_not_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket still tells how far it is."""
+    monkeypatch.setattr(following, "POLL_SECONDS", 0.0)
+    states = ["running"] * (2 * GONE_LOOKS) + ["stopped"]
+
+    def is_running(_: str) -> bool:
+        if len(states) > 0:
+            raise ServiceUnavailableError("Temporal does not answer")
+        return False
+
+    found = SimpleNamespace(
+        document=SimpleNamespace(run="demo"),
+        collector=SimpleNamespace(collect=lambda: replace(record(), state=states.pop(0))),
+        control=SimpleNamespace(is_running=is_running),
+    )
+    assert follow(cast(Found, found), 8).state == "stopped"
