@@ -376,7 +376,7 @@ class Model:
         config = self.config
         inner = next((layer.mlp.gate.codes.shape[-2] for layer in self._layers.values() if layer.routing is not None), 0)
         return Dims(
-            config.hidden_size, inner, config.num_experts, config.experts_per_token, *self._heads,
+            config.hidden_size, inner, config.num_experts if inner else 0, config.experts_per_token, *self._heads,
             config.head_size, config.conv_kernel, self.dtype, raw_dtype,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from stoa.contracts.errors import FormatError, GpuInterruptedError, RankLostError, StoaError, WiredError, WrongStateError
+from stoa.contracts.errors import FormatError, GpuInterruptedError, RankLostError, StoaError, WrongStateError
 from stoa.weights.layout import Layout
 from stoa.weights.pulse import Change
 from worker_mac.cluster.orders import change_arrays, drawn_answer, read_drawn, read_fault, sampling_fields, step_order
@@ -230,7 +230,7 @@ class WiredSet:
         *,
         plain_ops: Sequence[str] = (),
     ) -> None:
-        """spans: the layers of each Mac, this one's first. Raises WiredError if a Mac would compute with other ops."""
+        """spans: the layers of each Mac, this one's first."""
         self.ranks, self.spans = ranks, tuple(spans)
         self.layout, self.config = layout, read_model_config(model_config)
         num_layers = self.config.num_layers
@@ -246,11 +246,7 @@ class WiredSet:
         answers = [one.result(ORDER_SECONDS) for one in waiting]
         self.weights_bytes = (self.weights.num_bytes, *(answer.number("num_bytes") for answer in answers))
         """By rank."""
-        ops = {self.model.ops, *(answer.text("ops") for answer in answers)}
-        if len(ops) > 1:
-            raise WiredError(
-                f"the Macs compute with different ops: {', '.join(sorted(ops))}", hint="install the same program on all of them"
-            )
+        _log.info("set_computes", ops=[self.model.ops, *(answer.text("ops") for answer in answers)])
 
     def decoder(self, num_pages: int, num_slots: int, *, record_routing: bool = False, sampling: Sampling = NEUTRAL) -> SetDecoder:
         """A decoder over new pages; the one before is of no use any more."""

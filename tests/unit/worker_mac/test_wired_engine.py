@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stoa.bucket.store import Store
-from stoa.contracts.errors import WrongStateError
+from stoa.contracts.errors import WiredError, WrongStateError
 from stoa.weights.pulse import Change
 from tests.unit.worker_mac.policies import TINY, model_of, random_state
 from tests.unit.worker_mac.publishing import Publishing, Quiet, train_request
@@ -19,13 +19,14 @@ from tests.unit.worker_mac.test_wired import same
 from tests.unit.worker_mac.wired import fill, wired_set
 from worker_mac.cluster.lead import WiredSet
 from worker_mac.cluster.parts import part_of
-from worker_mac.cluster.set_engine import SetPlayer, SetVersions, split_model
+from worker_mac.cluster.set_engine import SPARE_BYTES, SetPlayer, SetVersions, split_model
 from worker_mac.cluster.split import Strength
 from worker_mac.engine import MacEngine, Waits
 from worker_mac.forced import Forced
 from worker_mac.model_config import read_model_config
+from worker_mac.pages import Pages, PoolKey
 from worker_mac.sampler import seed_of
-from worker_mac.sweep import Casting
+from worker_mac.sweep import Casting, Sweep, cast
 
 MACS = [Strength(None, 1.0), Strength(None, 1.0)]
 SPANS = [range(2), range(2, 3)]
@@ -147,3 +148,24 @@ def test_weights_of_one_rank_are_at_most_six_tenths_at_two_ranks() -> None:
         assert max(wired.weights_bytes) / state.layout.num_bytes <= 0.6
         assert max(decoder.cache_bytes) / sum(decoder.cache_bytes) <= 0.6
         assert json.dumps(wired.peaks())
+
+
+def test_a_model_that_does_not_fit_one_ranks_stated_limit_plays_on_two() -> None:
+    ten = TINY | {"num_hidden_layers": 10, "layer_types": ["conv", "full_attention"] * 5}
+    state, parsed = random_state(ten), read_model_config(ten)
+    stated = Strength(SPARE_BYTES + int(0.8 * state.layout.num_bytes), 1.0)
+    with pytest.raises(WiredError, match="do not fit these 1 Macs"):
+        split_model(parsed, state.layout, [stated], 128)
+    who = [Casting(0, "1", seed) for seed in range(4)]
+    _, expected = play(model_of(ten, state), Dialogue(), who)
+    with wired_set(ten, state, split_model(parsed, state.layout, [stated] * 2, 128)) as wired:
+        found = {}
+        schedule = cast(Dialogue(), who, Pages(20, PoolKey(0, "", 32, "float32")), max_rows=4)
+        Sweep(wired.decoder(20, schedule.num_slots), schedule, Dialogue(), who, found.__setitem__).play()
+    same(found, expected)
+
+
+def test_a_stage_without_experts_asks_for_no_expert_kernel() -> None:
+    state = random_state(TINY)
+    with wired_set(TINY, state, [range(1), range(1, 3)]) as wired:
+        assert wired.model.dims.num_experts == 0 and wired.model.dims.inner == 0
