@@ -27,7 +27,7 @@ MAGIC: Final = b"STW1"
 MAX_HEADER_BYTES: Final = 1 << 20
 MAX_ARRAYS_BYTES: Final = 1 << 31
 BEAT_SECONDS: Final = 1.0
-SILENT_SECONDS: Final = 12.0
+SILENT_SECONDS: Final = 20.0
 """A Mac that says nothing for so long is lost: it beats every second, whatever it computes."""
 _KINDS: Final = frozenset("biuf")
 _START: Final = struct.Struct("<4sI")

@@ -1,16 +1,22 @@
 import json
+import re
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
+from cli.commands.doctor import doctor
+from cli.commands.join import join
 from cli.doctor import wired
 from cli.doctor.finding import Finding
 from cli.doctor.open import scene_of
 from stoa.config.load import load_run
 from tests.unit.worker_mac.test_wired_hosts import IFCONFIG, OTHER, PORTS, UNPLUGGED
-from worker_mac.cluster.hosts import WiredHost
+from worker_mac.cluster.hosts import CONTROL_OFFSET, PORT, WiredHost, read_hosts
 from worker_mac.cluster.install import ours
+from worker_mac.cluster.launch import MAX_STARTS
+from worker_mac.cluster.link import STUCK_SECONDS
 from worker_mac.cluster.probe import Said, read_wire
 from worker_mac.cluster.split import Strength
 
@@ -141,3 +147,28 @@ def test_a_model_that_does_not_fit_is_told_before_anything_starts(tmp_path: Path
     macs = [Strength(1 << 20, 1.0)] * 2
     found = wired.check_split(scene, macs, (WiredHost("127.0.0.1"), MINI))
     assert found.verdict == "fail" and "do not fit these 2 Macs" in found.found and "wire one more" in found.fix
+
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "wired-macs.md"
+
+
+def test_what_the_guide_shows_is_read(tmp_path: Path) -> None:
+    text = GUIDE.read_text()
+    shown = re.search(r"```json\n(.*?)```", text, re.DOTALL)
+    assert shown
+    path = tmp_path / "hosts.json"
+    path.write_text(shown[1])
+    assert [host.ssh for host in read_hosts(path)] == ["127.0.0.1", "ann@mini.local"]
+    flags = {name for command in (join, doctor) for name in signature(command).parameters}
+    assert set(re.findall(r"stoa \w+ .*?--(\w+)", text)) == {"hosts"} <= flags
+    assert f"port {PORT} " in text and f"orders on {PORT + CONTROL_OFFSET}," in text
+    assert f"in {STUCK_SECONDS:g} seconds" in text and "six starts in a row" in text and MAX_STARTS == 6
+
+
+def test_the_command_looks_at_the_hosts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("cli.doctor.checks.ALL", ())
+    path = tmp_path / "hosts.json"
+    path.write_text(json.dumps([{"ssh": "127.0.0.1"}, {"ssh": "127.0.0.1"}]))
+    assert doctor(None, role="mac", state=tmp_path, hosts=path, as_json=True) in (0, 4)
+    told = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert told[wired.HOSTS]["verdict"] == "pass" and "layers" in told
