@@ -13,6 +13,7 @@ from cli.doctor.finding import examine
 from cli.doctor.open import scene_of_mac
 from cli.say import Exit
 from stoa.contracts.errors import UsageError
+from stoa.telemetry import log as telemetry
 from worker_mac.cluster.hosts import read_hosts
 from worker_mac.cluster.install import install_everywhere
 from worker_mac.cluster.launch import Supervisor
@@ -28,6 +29,7 @@ def join_wired(hosts_file: Path, entry: Entry, config: Path | None, folder: Path
     """
     if at_login:
         raise UsageError("a wired set is not started at log-in", hint="start it in a window: it starts again by itself what is lost")
+    telemetry.configure(worker="mac")
     hosts, probe = read_hosts(hosts_file), SshProbe()
     install_everywhere(probe, hosts, say.talk)
     if look and not _is_fit(hosts_file, entry, folder):
