@@ -78,7 +78,7 @@ class Desk:
         """End what was left open, the servers last."""
         for process in reversed(self.open.values()):
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGINT)
+                os.killpg(process.pid, signal.SIGTERM)
                 try:
                     process.wait(20)
                 except subprocess.TimeoutExpired:
