@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, Final, Protocol, TypeVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -25,6 +25,8 @@ from cli.report.record import RunRecord, SweepBar
 from stoa.contracts.errors import StoaError
 
 _Answer = TypeVar("_Answer")
+MOST_CHANGED: Final = 40
+"""Rows that are changed in place; with more it is quicker to fill the table anew."""
 _STATES = {"live": "green", "resting": "yellow", "away": "red", "quarantined": "red", "drained": "dim", "refused": "red", "ended": "dim"}
 
 
@@ -129,6 +131,9 @@ class Live(App[None]):
         """Version of the timeline; -1: the newest that was followed by another."""
         self._sweeps: tuple[int, tuple[SweepBar, ...]] = (-1, ())
         self._said = ""
+        self._shown: tuple[MacLine, ...] = ()
+        self._drawn: tuple[str, ...] = ()
+        """Hosts of the table's rows, in their order."""
 
     def compose(self) -> ComposeResult:
         """Run above, one picture in the middle, bandwidth and alarms below."""
@@ -222,25 +227,27 @@ class Live(App[None]):
 
     def _fill(self, lines: tuple[MacLine, ...]) -> None:
         table = self.query_one("#fleet", DataTable)
-        known = [str(key.value) for key in table.rows]
-        if known != [line.host for line in lines]:
-            chosen = self._selected()
-            table.clear()
-            for line in lines:
-                table.add_row(*_cells(line), key=line.host)
-            if chosen in (hosts := [line.host for line in lines]):
-                table.move_cursor(row=hosts.index(chosen))
+        before, self._shown = self._shown, lines
+        changed = [pair for pair in zip(before, lines, strict=False) if pair[0] != pair[1]]
+        if [line.host for line in before] == [line.host for line in lines] and len(changed) <= MOST_CHANGED:
+            for old, new in changed:
+                for name, was, cell in zip(COLUMNS, old.cells(), _cells(new), strict=True):
+                    if cell.plain != was:
+                        table.update_cell(new.host, name, cell, update_width=True)
             return
+        chosen = self._selected()
+        self._drawn = tuple(line.host for line in lines)
+        table.clear()
         for line in lines:
-            for name, cell in zip(COLUMNS, _cells(line), strict=True):
-                if table.get_cell(line.host, name) != cell:
-                    table.update_cell(line.host, name, cell, update_width=True)
+            table.add_row(*_cells(line), key=line.host)
+        if chosen in (hosts := [line.host for line in lines]):
+            table.move_cursor(row=hosts.index(chosen))
 
     def _selected(self) -> str:
         """Host of the row under the cursor."""
-        table = self.query_one("#fleet", DataTable)
-        keys = [str(key.value) for key in table.rows]
-        return keys[table.cursor_row] if 0 <= table.cursor_row < len(keys) else ""
+        row = self.query_one("#fleet", DataTable).cursor_row
+        shown = self._drawn
+        return shown[row] if 0 <= row < len(shown) else ""
 
     def action_picture(self, name: str) -> None:
         """Show the fleet, the timeline or the star."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -175,6 +176,26 @@ def test_drain_is_of_the_mac_under_the_cursor_also_when_the_order_changes() -> N
 
     play(fleet, keys)
     assert fleet.orders == ["drain mac-1"]
+
+
+def test_changed_cell_is_changed_in_place_and_a_large_fleet_is_drawn_in_time() -> None:
+    """A thousand Macs whose numbers all change; then one whose state does."""
+    macs = tuple(session(f"mac-{i}", tokens_per_second=float(1000 - i)) for i in range(1000))
+    fleet = Fleet(running(sessions=macs))
+
+    async def look(app: Live, pilot: "Pilot[None]") -> None:
+        table = app.query_one("#fleet", DataTable)
+        assert table.row_count == 1000
+        began = time.process_time()
+        fleet.records = [running(sessions=tuple(replace(one, version=3) for one in macs))]
+        await app.refresh_view()
+        fleet.records = [running(sessions=(replace(macs[0], version=3, state="away"), *(replace(one, version=3) for one in macs[1:])))]
+        await app.refresh_view()
+        assert time.process_time() - began < 5
+        assert [str(cell) for cell in table.get_row("mac-0")][2:4] == ["away", "3"]
+        assert str(table.get_row("mac-999")[3]) == "3"
+
+    play(fleet, look)
 
 
 def test_refused_order_is_told() -> None:
