@@ -1,5 +1,6 @@
 """Connections, collectives and halves of a wired set when something goes wrong."""
 
+import io
 import json
 import os
 import signal
@@ -188,3 +189,22 @@ def test_unlike_arrays_on_two_ranks_are_told_in_seconds(tmp_path: Path) -> None:
     told = json.loads(out.with_suffix(".mismatch").read_text())
     assert "Mac 0 would send mlx.core.bfloat16 (4, 64), Mac 1 expects mlx.core.float32 (4, 64)" in told["message"]
     assert told["seconds"] < 10
+
+
+def test_a_rank_ends_when_told_to_and_when_who_started_it_is_gone() -> None:
+    ended: list[str] = []
+    ranks._watch_input(io.StringIO("something\nend\nmore\n"), lambda: ended.append("told"))
+    ranks._watch_input(io.StringIO(""), lambda: ended.append("input closed"))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    ranks._watch_starter(gone.pid, lambda: ended.append("starter gone"))
+    assert ended == ["told", "input closed", "starter gone"]
+
+
+def test_what_a_rank_is_told_on_its_command_line_is_read(tmp_path: Path) -> None:
+    words = ["--control", "169.254.1.2:3750", "--ended", str(tmp_path / "e"), "--limits", "5,0", "--starter", "9", "--starter-host", "else"]
+    found = ranks.read_options([*words, "--", "run.toml", "--state", "/s"])
+    assert (found.control, found.limits, found.starter, found.worker) == (("169.254.1.2", 3750), (5, 0), 0, ("run.toml", "--state", "/s"))
+    assert ranks.limit_of(found, 0) == 5 and ranks.limit_of(found, 1) is None
+    ranks._tell(found.ended, ranks.Ended(75, "gone"))
+    assert json.loads(found.ended.read_text()) == {"code": 75, "lost": "gone"}
