@@ -89,11 +89,26 @@ def test_workers_that_came_first_work_once_a_run_is_there_and_a_stopped_run_goes
         assert twice.returncode == 2 and "pause was refused: run demo is paused already: lunch" in twice.stderr
         assert stoa(env, "resume", "demo").returncode == 0
         wait_until(lambda: json.loads(stoa(env, "status", "demo", "--json").stdout)["step"] >= 10, 90)
+        examined = stoa(env, "eval", "demo", "--version", "0", "--questions", "16", "--samples", "2", "--name", "mine", "--json")
+        assert examined.returncode == 0, examined.stderr
+        (exam,) = json.loads(examined.stdout)
+        assert (exam["evaluation"], exam["version"], exam["measures"]["num_questions"], exam["measures"]["num_samples"]) == (
+            "mine",
+            0,
+            16,
+            2,
+        )
+        assert sum(player["num_questions"] for player in exam["players"]) == 32
         assert stoa(env, "stop", "demo", "--reason", "enough").returncode == 0
         wait_until(lambda: json.loads(stoa(env, "status", "demo", "--json").stdout)["state"] == "stopped", 90)
 
         late = stoa(env, "stop", "demo")
         assert late.returncode == 2 and "stop was refused: the run has ended" in late.stderr
+
+        kept = {exam["evaluation"]: exam for exam in json.loads(stoa(env, "eval", "demo", "--json").stdout)}
+        assert {"v0-first", "mine"} <= kept.keys()
+        compared = json.loads(stoa(env, "eval", "demo", "--compare", "v0-first", "mine", "--json").stdout)
+        assert compared["num_questions"] == 16, "both ask the same questions"
 
         report = stoa(env, "report", "demo", "--out", str(tmp_path / "report"), "--json")
         assert report.returncode == 0, report.stderr
