@@ -170,7 +170,7 @@ def _pretend_cuda() -> None:
     for name, stand_in in {
         "current_device": lambda: torch.device("cpu"),
         "synchronize": lambda device=None: None,
-        "Stream": lambda: stream,
+        "Stream": _NoStream,  # a class, because transformers names it in annotations
         "current_stream": lambda: stream,
         "stream": lambda _stream: nullcontext(),
     }.items():

@@ -109,3 +109,9 @@ def test_export_that_cannot_be_compared_here_says_so_and_fails(store: Store, tmp
     assert "not compared: mlx_lm is not installed here" in done.stderr
     assert "pip install 'stoa[mac]'" in done.stderr
     assert (tmp_path / "mlx" / "config.json").is_file()
+
+
+def test_transformers_can_still_be_imported_in_a_trainers_process() -> None:
+    """Its import comes last in an export, after the process was prepared for a machine without CUDA."""
+    lines = "from trainer_gpu import host; host.setup_process(); import transformers; transformers.Lfm2MoeForCausalLM"
+    subprocess.run([sys.executable, "-c", lines], check=True, cwd=Path(__file__).parents[3])
