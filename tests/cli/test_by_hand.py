@@ -69,9 +69,11 @@ def test_workers_that_came_first_work_once_a_run_is_there_and_a_stopped_run_goes
         worker(stack, "trainer_gpu.worker", env, tmp_path / "trainer.log")
         wait_until(lambda: "worker_waiting" in (tmp_path / "mac.log").read_text(), 60)
 
-        first = stoa(env, "run", *SHORT, "--set", "stop.max_steps=4")
+        first = stoa(env, "run", "--out", str(tmp_path / "run"), *SHORT, "--set", "stop.max_steps=4")
         assert first.returncode == 0, first.stderr
         assert "ended at step 4, version 1" in first.stderr
+        assert (tmp_path / "run" / "report.html").is_file()
+        assert '"kind": "step"' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
         wait_until(lambda: "worker_ended" in (tmp_path / "mac.log").read_text(), 30)
         assert "goodbye_failed" not in (tmp_path / "mac.log").read_text()
