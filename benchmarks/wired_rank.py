@@ -129,7 +129,7 @@ def _compare(ranks: Ranks, link: RingLink, config: Mapping[str, object]) -> Foun
     state, parsed = random_state(config), read_model_config(config)
     environment, who = Talk(), castings()
     least = PoolKey(0, "", PAGE_TOKENS, "float32")
-    # A Mac on its own is told it may use 0.6 of the weights: too little for one, enough for two.
+    # Each rank is told that it may give three quarters of the weights: too little for one, enough for two.
     limit = SPARE_BYTES + int(0.75 * state.layout.num_bytes)
     macs = [Strength(limit, 1.0)] * link.size
     try:

@@ -6,6 +6,7 @@ it. Whatever goes wrong on one ends all: who started them starts them again, as 
 """
 
 import argparse
+import contextlib
 import hmac
 import json
 import os
@@ -149,8 +150,10 @@ def _watch_input(source: IO[str], end: Callable[[], None]) -> None:
 
 def _watch_starter(pid: int, end: Callable[[], None]) -> None:
     """End when who started the set is gone: `mlx.launch` would go on without it."""
-    while psutil.pid_exists(pid):
-        time.sleep(STARTER_SECONDS)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        starter = psutil.Process(pid)
+        while starter.is_running() and starter.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(STARTER_SECONDS)
     end()
 
 

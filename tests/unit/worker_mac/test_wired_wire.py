@@ -196,9 +196,10 @@ def test_a_rank_ends_when_told_to_and_when_who_started_it_is_gone() -> None:
     ranks._watch_input(io.StringIO("something\nend\nmore\n"), lambda: ended.append("told"))
     ranks._watch_input(io.StringIO(""), lambda: ended.append("input closed"))
     gone = subprocess.Popen(["true"])
+    ranks._watch_starter(gone.pid, lambda: ended.append("starter is a zombie"))
     gone.wait()
     ranks._watch_starter(gone.pid, lambda: ended.append("starter gone"))
-    assert ended == ["told", "input closed", "starter gone"]
+    assert ended == ["told", "input closed", "starter is a zombie", "starter gone"]
 
 
 def test_what_a_rank_is_told_on_its_command_line_is_read(tmp_path: Path) -> None:
