@@ -1,7 +1,7 @@
 """A new user's path, from the documents alone: `python -m benchmarks.new_user --json` installs and goes it in an empty environment.
 
-The commands are those of the `console` blocks of docs/start/one-machine.md, in their order, and while the run is there those
-of the guides that speak of a run. What a person does between them is done here: wait until there is something to see.
+The commands are those of the `console` blocks of docs/start/one-machine.md, in their order, and then those of other guides that
+were not given yet. What a person does between them is done here: wait until there is something to see.
 Ports are free ones, told in the environment as the servers say it; nothing else is added.
 """
 
@@ -27,7 +27,7 @@ from stoa.config.load import SHIPPED, bucket_credentials, load_run
 ROOT: Final = Path(__file__).resolve().parents[1]
 TOUR: Final = "docs/start/one-machine.md"
 BESIDE: Final = ("docs/guides/read-a-run.md", "docs/troubleshooting.md", "docs/guides/rent-a-gpu.md")
-"""Guides whose commands want a run that goes on."""
+"""Guides whose commands want nothing but what the tour has left open."""
 EXTRAS: Final = "mac,gpu,local"
 LONGEST_SECONDS: Final = 240.0
 FOUND_FAULT: Final = 4
@@ -67,12 +67,11 @@ class Desk:
         """All of it. Raises RuntimeError with what a command said if it fails, TimeoutError if what it promises does not come."""
         tour = commands(TOUR)
         for command in tour:
-            if command == "stoa stop demo":
-                for line in dict.fromkeys(line for document in BESIDE for line in commands(document)):
-                    if not any(told.startswith(line) for told in tour):
-                        self._do(line)
             self._do(command)
             self._see(command)
+        for line in dict.fromkeys(line for document in BESIDE for line in commands(document)):
+            if not any(told.startswith(line) for told in tour):
+                self._do(line)
 
     def close(self) -> None:
         """End what was left open, the servers last."""
