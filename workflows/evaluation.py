@@ -28,6 +28,7 @@ with workflow.unsafe.imports_passed_through():
     from stoa.contracts.fleet_messages import ReleaseRequest
     from workflows import limits, parts
     from workflows.calls import call, failure_kind, failure_text
+    from workflows.clock import TaskClock
     from workflows.search import upsert
 
 MIN_POLL_SECONDS = 1.0
@@ -43,6 +44,7 @@ class EvaluationWorkflow:
     @workflow.init
     def __init__(self, given: EvaluationInput) -> None:
         self._given = given
+        self._clock = TaskClock()
         self._deal = parts.Deal(0)
         self._questions: dict[int, tuple[str, ...]] = {}
         self._num_questions = 0
@@ -83,11 +85,11 @@ class EvaluationWorkflow:
         hosts: tuple[str, ...] = ()
         while not self._deal.is_done and not self._stopped:
             self._dirty = False
-            now = workflow.time()
+            now = self._clock.now()
             self._deal = parts.expire(self._deal, self._given.part_timeout_seconds, now)
             if self._deal.open_parts():
                 hosts = await self._live_hosts()
-            handings = parts.next_handings(self._deal, hosts, workflow.time())
+            handings = parts.next_handings(self._deal, hosts, self._clock.now())
             self._deal = parts.hand(self._deal, handings)
             for handing in handings:
                 await self._send(handing)
@@ -108,7 +110,7 @@ class EvaluationWorkflow:
         seconds = poll_seconds
         if not self._deal.open_parts():
             oldest = min(one.at for one in self._deal.handed)
-            seconds = max(oldest + self._given.part_timeout_seconds - workflow.time(), 0.1)
+            seconds = max(oldest + self._given.part_timeout_seconds - self._clock.now(), 0.1)
         try:
             await workflow.wait_condition(lambda: self._dirty, timeout=timedelta(seconds=seconds))
         except TimeoutError:
@@ -163,7 +165,7 @@ class EvaluationWorkflow:
         upsert({"RlRun": self._given.run, "RlState": state, "RlVersion": self._given.version}, self._shown)
 
     def _take(self, answer: EvalPartDone) -> None:
-        self._deal = parts.on_answer(self._deal, answer, workflow.time())
+        self._deal = parts.on_answer(self._deal, answer, self._clock.now())
         self._dirty = True
 
     @workflow.signal(name=names.EVAL_PART)
@@ -174,6 +176,7 @@ class EvaluationWorkflow:
     @workflow.signal(name=names.RUN_STOPPED)
     def run_stopped(self, release: ReleaseRequest) -> None:
         """The run has ended and its Macs with it."""
+        self._clock.now()
         self._stopped = release.reason or "stopped"
         self._dirty = True
 

@@ -35,6 +35,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from workflows import limits, session_plan
     from workflows.calls import call, failure_kind, failure_text, forget
+    from workflows.clock import TaskClock
     from workflows.search import upsert
     from workflows.shelf import Shelf
     from workflows.state import dump, first_session_progress
@@ -53,6 +54,7 @@ class MacSessionWorkflow:
     @workflow.init
     def __init__(self, given: SessionInput) -> None:
         self._given = given
+        self._clock = TaskClock()
         self._state = first_session_progress(given)
         self._parts: list[EvalPart] = []
         self._ahead = workflow.patched(AHEAD_PATCH)
@@ -80,6 +82,7 @@ class MacSessionWorkflow:
         return self.session()
 
     async def _turn(self) -> None:
+        self._clock.now()
         self._state = session_plan.take_standing(self._state)
         if self._state.state == "live" and self._ahead and self._state.admitted != self._state.nonce:
             await self._admit()
@@ -97,7 +100,7 @@ class MacSessionWorkflow:
         elif self._history_is_long():
             await self._continue()
         elif await self._held():
-            self._state = session_plan.take_over_if_due(self._state, self._given.heartbeat_seconds, workflow.time())
+            self._state = session_plan.take_over_if_due(self._state, self._given.heartbeat_seconds, self._clock.now())
             grant = await self._granted()
             if grant is not None:
                 await self._play(grant)
@@ -160,7 +163,7 @@ class MacSessionWorkflow:
 
     async def _held(self) -> bool:
         """Wait out a hold; False if something else is to be done first."""
-        seconds = self._state.hold_until - workflow.time()
+        seconds = self._state.hold_until - self._clock.now()
         if seconds <= 0:
             return True
         try:
@@ -183,7 +186,7 @@ class MacSessionWorkflow:
         if not self._shelf.has_answer:
             return None
         fetched = await self._shelf.take()
-        now = workflow.time()
+        now = self._clock.now()
         if fetched.error is not None:
             reason = f"no grant: {failure_kind(fetched.error)}: {failure_text(fetched.error)}"[: session_plan.MAX_TEXT]
             self._state = replace(self._state, reason=reason, hold_until=now + GRANT_RETRY_SECONDS)
@@ -277,7 +280,7 @@ class MacSessionWorkflow:
         bounds = limits.sweep(given.heartbeat_seconds, given.sweep_timeout_seconds)
         queue = names.mac_queue(given.run, given.host)
         what = f"evaluation {request.evaluation}, part {request.part}" if request.evaluation else f"sweep {request.sweep}"
-        self._state = session_plan.on_start(self._state, workflow.time())
+        self._state = session_plan.on_start(self._state, self._clock.now())
         handle = forget(call(names.SWEEP, request, SweepResult, bounds, queue=queue, summary=what, wait_when_cancelled=self._ahead))
         self._sweep = handle
         await self._fetch_until(lambda: handle.done() or self._state.state != "live", request.sweep)
@@ -287,9 +290,9 @@ class MacSessionWorkflow:
         try:
             result = await handle
         except ActivityError as error:
-            self._state = session_plan.on_failure(self._state, failure_kind(error), failure_text(error), workflow.time())
+            self._state = session_plan.on_failure(self._state, failure_kind(error), failure_text(error), self._clock.now())
             return None
-        self._state = session_plan.on_result(self._state, result, workflow.time())
+        self._state = session_plan.on_result(self._state, result, self._clock.now())
         return result
 
     async def _let_go(self) -> None:
@@ -390,7 +393,7 @@ class MacSessionWorkflow:
 
     def _show_facts(self) -> None:
         """Let the next census know how the Mac does, at most once a minute."""
-        state, now = session_plan.presence(self._state), workflow.time()
+        state, now = session_plan.presence(self._state), self._clock.now()
         if self._ahead and (state != self._memo_state or now >= self._memo_at + MEMO_SECONDS):
             self._memo_state, self._memo_at = state, now
             workflow.upsert_memo({names.MEMO: session_plan.facts_of(self._state, self._given)})
@@ -398,29 +401,33 @@ class MacSessionWorkflow:
     @workflow.signal(name=names.HELLO)
     def hello(self, hello: Hello) -> None:
         """A Mac is here."""
+        now = self._clock.now()
         self._build = hello.build
-        self._state = session_plan.on_hello(self._state, hello, workflow.time())
+        self._state = session_plan.on_hello(self._state, hello, now)
 
     @workflow.signal(name=names.GOODBYE)
     def goodbye(self, goodbye: Goodbye) -> None:
         """A Mac leaves."""
-        self._state = session_plan.on_goodbye(self._state, goodbye, workflow.time())
+        self._state = session_plan.on_goodbye(self._state, goodbye, self._clock.now())
 
     @workflow.signal(name=names.EVAL_SWEEP)
     def eval_sweep(self, part: EvalPart) -> None:
         """A part of an evaluation, to be played as the next sweep."""
+        self._clock.now()
         if part not in self._parts:
             self._parts.append(part)
 
     @workflow.signal(name=names.STANDING)
     def standing(self, standing: Standing) -> None:
         """The run decided about this Mac."""
+        self._clock.now()
         self._num_standings += 1
         self._state = session_plan.on_standing(self._state, standing)
 
     @workflow.signal(name=names.RUN_STOPPED)
     def run_stopped(self, release: ReleaseRequest) -> None:
         """The run has ended; nobody there needs to be told that the Mac leaves."""
+        self._clock.now()
         self._state = replace(session_plan.ended(self._state, f"run stopped: {release.reason}"), told="ended")
 
     @workflow.query(name=names.SESSION_QUERY)

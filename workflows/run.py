@@ -55,6 +55,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import costs, fleet, limits, plan
     from workflows.apply import apply
     from workflows.calls import call, failure_kind, failure_text, is_hopeless
+    from workflows.clock import TaskClock
     from workflows.events import (
         Asked,
         CensusTaken,
@@ -86,9 +87,10 @@ class RunWorkflow:
     @workflow.init
     def __init__(self, given: RunInput) -> None:
         self._rules = given
-        self._state = first_run_progress(given, workflow.time())
+        self._clock = TaskClock()
+        self._state = first_run_progress(given, self._clock.now())
         self._command: plan.TrainerCommand | None = None
-        self._since = workflow.time()
+        self._since = self._clock.now()
         self._call: ActivityHandle[object] | None = None
         self._desk: plan.DeskCommand | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,7 +112,7 @@ class RunWorkflow:
             self._drop_expired()
             self._show()
             idle = self._command is None and self._desk is None
-            if idle and plan.is_finished(self._state, self._rules, workflow.time()):
+            if idle and plan.is_finished(self._state, self._rules, self._clock.now()):
                 break
             if idle and self._history_is_long():
                 await workflow.wait_condition(workflow.all_handlers_finished)
@@ -125,12 +127,12 @@ class RunWorkflow:
         state = self._state
         if state.failure_type:
             raise ApplicationError(state.reason, type=state.failure_type, non_retryable=True)
-        reason = plan.end_reason(state, self._rules, workflow.time())
-        hours = round(costs.gpu_hours(state, workflow.time()), 4)
+        reason = plan.end_reason(state, self._rules, self._clock.now())
+        hours = round(costs.gpu_hours(state, self._clock.now()), 4)
         return RunResult(self._rules.run, reason, state.step, max(state.version, 0), state.results, hours, fleet.quarantined(state))
 
     def _start_lanes(self) -> None:
-        now = workflow.time()
+        now = self._clock.now()
         if self._command is None:
             command = plan.next_for_trainer(self._state, self._rules, now)
             if command is not None:
@@ -162,7 +164,7 @@ class RunWorkflow:
             else:
                 event = TrainerFailed(type(command).__name__, failure_kind(error), failure_text(error), is_hopeless(error))
                 workflow.logger.warning("trainer_failed", extra={"command": event.command, "kind": event.kind})
-        self._command, self._call, self._since = None, None, workflow.time()
+        self._command, self._call, self._since = None, None, self._clock.now()
         self._take(event)
 
     async def _do(self, command: plan.TrainerCommand) -> Event:
@@ -225,10 +227,10 @@ class RunWorkflow:
                 await call(names.START_EVALUATION, request, object, limits.CONTROL)
                 return EvaluationOpened(command.evaluation)
             case plan.Release():
-                reason = plan.end_reason(self._state, self._rules, workflow.time())
+                reason = plan.end_reason(self._state, self._rules, self._clock.now())
                 return await call(names.RELEASE_MACS, ReleaseRequest(run, reason), Released, limits.CONTROL)
             case plan.TakeCensus():
-                asked_at = workflow.time()
+                asked_at = self._clock.now()
                 census = await call(names.CENSUS, CensusRequest(run, command.after_host), Census, limits.CONTROL)
                 return CensusTaken(command.after_host, asked_at, census)
             case plan.TellMac():
@@ -251,15 +253,15 @@ class RunWorkflow:
         )
 
     def _take(self, event: Event) -> None:
-        self._state = apply(event, self._state, self._rules, workflow.time())
+        self._state = apply(event, self._state, self._rules, self._clock.now())
         self._dirty = True
 
     def _drop_expired(self) -> None:
-        for evaluation in plan.expired(self._state, self._rules, workflow.time()):
+        for evaluation in plan.expired(self._state, self._rules, self._clock.now()):
             self._take(EvaluationLost(evaluation, "it brought no result in time"))
 
     def _interrupt(self) -> None:
-        ends = self._command is not None and plan.interrupts(self._command, self._state, self._rules, workflow.time())
+        ends = self._command is not None and plan.interrupts(self._command, self._state, self._rules, self._clock.now())
         # A lease that nobody takes for weeks must not hold a history that grows with every Mac that comes and goes.
         ends = ends or (self._takes_census and isinstance(self._command, plan.Acquire) and self._history_is_long())
         if ends and self._call is not None:
@@ -280,7 +282,7 @@ class RunWorkflow:
 
     def _set_timer(self) -> None:
         """Keep one timer at the next deadline; a new one for each wait would fill the history."""
-        deadline = plan.next_deadline(self._state, self._rules, workflow.time())
+        deadline = plan.next_deadline(self._state, self._rules, self._clock.now())
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return
         if self._timer is not None:
@@ -294,7 +296,7 @@ class RunWorkflow:
         self._dirty = True
 
     def _show(self) -> None:
-        upsert(plan.attributes(self._state, self._rules, workflow.time()), self._shown)
+        upsert(plan.attributes(self._state, self._rules, self._clock.now()), self._shown)
 
     @workflow.signal(name=names.FLEET_EVENT)
     def fleet_event(self, event: FleetEvent) -> None:
@@ -310,7 +312,7 @@ class RunWorkflow:
     def pause(self, ask: Ask) -> RunStatus:
         """Take no new steps and let the Macs pause; what runs is finished."""
         self._take(Asked("pause", ask.reason))
-        return self._status(workflow.time())
+        return self._status(self._clock.now())
 
     @pause.validator
     def check_pause(self, ask: Ask) -> None:
@@ -325,7 +327,7 @@ class RunWorkflow:
     def resume(self, ask: Ask) -> RunStatus:
         """Undo a pause."""
         self._take(Asked("resume", ask.reason))
-        return self._status(workflow.time())
+        return self._status(self._clock.now())
 
     @resume.validator
     def check_resume(self, ask: Ask) -> None:
@@ -338,7 +340,7 @@ class RunWorkflow:
     def drain(self, ask: Ask) -> RunStatus:
         """Grant no more sweeps, train on what is on the way, then end."""
         self._take(Asked("drain", ask.reason))
-        return self._status(workflow.time())
+        return self._status(self._clock.now())
 
     @drain.validator
     def check_drain(self, ask: Ask) -> None:
@@ -351,7 +353,7 @@ class RunWorkflow:
     def set_anchor_cadence(self, cadence: AnchorCadence) -> RunStatus:
         """From the next version on, anchors come this often."""
         self._take(cadence)
-        return self._status(workflow.time())
+        return self._status(self._clock.now())
 
     @set_anchor_cadence.validator
     def check_anchor_cadence(self, cadence: AnchorCadence) -> None:
@@ -407,7 +409,7 @@ class RunWorkflow:
 
     def _decide(self, ask: MacAsk, state: StandingState) -> RunStatus:
         self._take(Decided(ask.host, state, ask.reason))
-        return self._status(workflow.time())
+        return self._status(self._clock.now())
 
     def _check_decision(self, ask: MacAsk, state: StandingState) -> None:
         run = self._rules.run
@@ -423,7 +425,7 @@ class RunWorkflow:
     def stop(self, ask: Ask) -> RunStatus:
         """End the run: finish the step, publish, save, evaluate. A second time: without the evaluation."""
         self._take(Asked("stop", ask.reason))
-        return self._status(workflow.time())
+        return self._status(self._clock.now())
 
     def _refuse_if_ending(self, what: str) -> None:
         reason = plan.end_reason(self._state, self._rules, workflow.time())

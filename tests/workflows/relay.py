@@ -1,4 +1,4 @@
-"""A path to a server that can forget its connections: they stay open, and nothing passes any more. New ones work."""
+"""A path to a server that can forget its connections, which stay open with nothing passing any more, or be cut and mended."""
 
 import asyncio
 from types import TracebackType
@@ -13,6 +13,8 @@ class Relay:
         self._port = int(port)
         self._gates: list[asyncio.Event] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._is_cut = False
         self.address = ""
 
     async def __aenter__(self) -> Self:
@@ -32,11 +34,26 @@ class Relay:
             gate.clear()
         self._gates.clear()
 
+    def cut(self) -> None:
+        """End the connections there are, and every new one at once, until `mend`."""
+        self._is_cut = True
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+    def mend(self) -> None:
+        """New connections work again."""
+        self._is_cut = False
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_cut:
+            writer.close()
+            return
         gate = asyncio.Event()
         gate.set()
         self._gates.append(gate)
         from_server, to_server = await asyncio.open_connection(self._host, self._port)
+        self._writers |= {writer, to_server}
         for source, target in ((reader, to_server), (from_server, writer)):
             task = asyncio.create_task(self._copy(source, target, gate))
             self._tasks.add(task)
