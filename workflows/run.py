@@ -5,6 +5,7 @@ between steps. It never schedules sweeps; Macs have sessions of their own.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -91,6 +92,7 @@ class RunWorkflow:
         self._state = first_run_progress(given, self._clock.now())
         self._command: plan.TrainerCommand | None = None
         self._since = self._clock.now()
+        self._ended_at = math.inf
         self._call: ActivityHandle[object] | None = None
         self._desk: plan.DeskCommand | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -121,6 +123,7 @@ class RunWorkflow:
                 self._start_lanes()
             self._interrupt()
             await self._wait()
+        self._ended_at = self._clock.now()
         return self._result()
 
     def _result(self) -> RunResult:
@@ -435,7 +438,7 @@ class RunWorkflow:
     @workflow.query(name=names.STATUS_QUERY)
     def status(self) -> RunStatus:
         """Where the run stands, and in one sentence what it waits for."""
-        return self._status(query_time())
+        return self._status(min(query_time(), self._ended_at))
 
     def _status(self, now: float) -> RunStatus:
         return plan.status_of(self._state, self._rules, now, command=self._command, since=self._since)

@@ -198,19 +198,28 @@ def summarise(record: RunRecord) -> Summary:
 
 
 def change(evaluations: Sequence[EvaluationResult], rate: Callable[[EvaluationResult], float]) -> Change:
-    """First and last evaluation of the run, in order of version; the interval is of the last."""
-    good = [e for e in evaluations if not e.error and e.num_questions]
-    if not good:
+    """The run's first and last evaluation; the interval is of the last."""
+    ends = _first_and_last(evaluations)
+    if ends is None:
         return Change(0.0, 0.0, 0, (0.0, 0.0))
-    end = rate(good[-1])
-    return Change(rate(good[0]), end, good[-1].num_questions, wilson_95(end, good[-1].num_questions))
+    first, last = ends
+    end = rate(last)
+    return Change(rate(first), end, last.num_questions, wilson_95(end, last.num_questions))
 
 
 def exam_change(evaluations: Sequence[EvaluationResult]) -> Change:
     """Of pass@1: with several samples a question the interval is the evaluation's own, by the bootstrap over questions."""
-    found = change(evaluations, lambda e: e.pass_at_1)
+    found, ends = change(evaluations, lambda e: e.pass_at_1), _first_and_last(evaluations)
+    return replace(found, interval_95=ends[1].interval_95) if ends is not None and ends[1].num_samples > 1 else found
+
+
+def _first_and_last(evaluations: Sequence[EvaluationResult]) -> tuple[EvaluationResult, EvaluationResult] | None:
+    """Of those with a result the run's own of its beginning and end, not one that a person asked for beside them; else by version."""
     good = [e for e in evaluations if not e.error and e.num_questions]
-    return replace(found, interval_95=good[-1].interval_95) if good and good[-1].num_samples > 1 else found
+    if not good:
+        return None
+    first = next((e for e in good if e.evaluation.endswith("-first")), good[0])
+    return first, next((e for e in reversed(good) if e.evaluation.endswith("-last")), good[-1])
 
 
 def wilson_95(rate: float, count: int) -> tuple[float, float]:

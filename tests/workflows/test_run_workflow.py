@@ -79,6 +79,9 @@ async def test_steps_are_published_by_cadence_and_the_run_ends_stopped(skipping:
     given = rules(stop=StopConditions(max_steps=10), anchor_every_versions=2, checkpoint_every_versions=2)
     async with running(skipping, given, world) as handle:
         result = await handle.result()
+        await asyncio.sleep(1.0)
+        ended = await handle.query(names.STATUS_QUERY, result_type=RunStatus)
+        assert ended.gpu_hours == result.gpu_hours, "nothing is used after the end"
     assert [step for _, step in world.trained] == list(range(1, 11))
     # version 0 came with the lease; 2 is the anchor's and the checkpoint's turn; the last one is always saved
     assert world.published == [(1, 4, False, False), (2, 8, True, True), (3, 10, True, True)]

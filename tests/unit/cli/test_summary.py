@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,14 @@ def test_idle_below_five_percent_is_not() -> None:
 def test_failed_evaluation_is_not_the_end() -> None:
     broken = evaluation(3, 0.0, num_questions=0)
     assert summarise(record(evaluations=(evaluation(0, 0.3), evaluation(2, 0.8), broken))).pass_at_1.end == 0.8
+
+
+def test_evaluation_that_a_person_asked_for_is_neither_start_nor_end() -> None:
+    """In order of version and name: one of version 0 by hand sorts before the run's own first."""
+    asked, first = replace(evaluation(0, 0.9), evaluation="v0-asked"), replace(evaluation(0, 0.3), evaluation="v0-first")
+    last, after = replace(evaluation(2, 0.8), evaluation="v2-last"), replace(evaluation(2, 0.7), evaluation="v2-zasked")
+    found = summarise(record(evaluations=(asked, first, last, after))).pass_at_1
+    assert (found.start, found.end) == (0.3, 0.8)
 
 
 def test_versions_do_not_count_the_base() -> None:
