@@ -30,8 +30,6 @@ GUEST_FILE: Final = "guest.json"
 NO_SLEEP_SECONDS: Final = 60.0
 """A system that has not slept this long after it said so does not: this clock stands still while it sleeps."""
 _LONGEST_REST_SECONDS: Final = 1.0
-_STILL_KINDS: Final = ("network", "budget", "sleep")
-"""Reasons not to use the network."""
 
 
 class Guest:
@@ -107,7 +105,7 @@ class Guest:
     @property
     def may_transfer(self) -> bool:
         """False while the network is not ours to use."""
-        return self.decision.kind not in _STILL_KINDS
+        return self.decision.may_transfer
 
     @property
     def heat(self) -> str:

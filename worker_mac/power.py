@@ -18,6 +18,8 @@ Pressure = Literal["normal", "warn", "critical"]
 
 _STRICTNESS: Final[dict[State, int]] = {"full": 0, "gentle": 1, "hold": 2, "finish": 3, "pause": 4}
 _FLAPPING: Final[frozenset[Kind]] = frozenset(("power", "heat", "memory", "network"))
+_STILL: Final[frozenset[Kind]] = frozenset(("network", "budget", "sleep"))
+"""Objections to any use of the network."""
 _HOURLY: Final = _FLAPPING - {"memory"}
 """Other programs' needs of memory come and go all day."""
 _SETTLING: Final = "waiting until this stays over: "
@@ -81,6 +83,8 @@ class Decision:
     """When this state began, by the clock of `Senses`."""
     share: float = 1.0
     """Of the usual groups that memory is planned for: less for a while after a crash of the whole Mac."""
+    may_transfer: bool = True
+    """False while the network is not ours to use, whatever else is the reason of the state."""
     milder_since_seconds: float | None = field(default=None, repr=False)
     restarted_at_seconds: float | None = field(default=None, repr=False)
     battery_low: bool = field(default=False, repr=False)
@@ -117,26 +121,27 @@ class _Objection:
 
 def decide(senses: Senses, allowed: MacHost, before: Decision = PLAY) -> Decision:
     """What to do now, given what was done before. The same inputs give the same decision."""
-    return replace(_decide(senses, allowed, before), share=senses.share)
-
-
-def _decide(senses: Senses, allowed: MacHost, before: Decision) -> Decision:
-    now = senses.now_seconds
     battery_low = _battery_low(senses, allowed, before.battery_low)
-    objections = _objections(senses, allowed, battery_low)
+    objections = tuple(_objections(senses, allowed, battery_low))
     worst = max(objections, key=lambda one: _STRICTNESS[one.state], default=_Objection("full", "none", ""))
-    kept = replace(before, battery_low=battery_low)
+    found = _follow(worst, senses.now_seconds, replace(before, battery_low=battery_low))
+    still = found.kind in _STILL or any(one.kind in _STILL for one in objections)
+    return replace(found, share=senses.share, may_transfer=not still)
+
+
+def _follow(worst: _Objection, now: float, before: Decision) -> Decision:
+    """From what was done before to what the worst objection asks for, at once or once it has settled."""
     if _STRICTNESS[worst.state] >= _STRICTNESS[before.state]:
         since = before.since_seconds if worst.state == before.state else now
-        return _changed(kept, worst, since)
+        return _changed(before, worst, since)
     if before.kind not in _FLAPPING:
-        return _changed(kept, worst, now)
+        return _changed(before, worst, now)
     milder_since = now if before.milder_since_seconds is None else before.milder_since_seconds
     hourly = not before.starts and worst.state in ("full", "gentle") and before.kind in _HOURLY
     recent = hourly and before.restarted_at_seconds is not None and now - before.restarted_at_seconds < RESTART_SECONDS
     if recent or now - milder_since < SETTLE_SECONDS:
-        return replace(kept, reason=_SETTLING + before.reason.removeprefix(_SETTLING), milder_since_seconds=milder_since)
-    return replace(_changed(kept, worst, now), restarted_at_seconds=now if hourly else before.restarted_at_seconds)
+        return replace(before, reason=_SETTLING + before.reason.removeprefix(_SETTLING), milder_since_seconds=milder_since)
+    return replace(_changed(before, worst, now), restarted_at_seconds=now if hourly else before.restarted_at_seconds)
 
 
 def _changed(before: Decision, worst: _Objection, since_seconds: float) -> Decision:

@@ -187,7 +187,7 @@ def test_on_a_hotspot_finished_groups_wait_on_disk_and_leave_afterwards(publishe
     assert (result.status, result.reason) == ("paused", "paused: the Mac is on a phone's hotspot")
     assert len(shipped(published.store)) <= 2  # those that were finished before the hotspot
     assert guest.spool_bytes > 0
-    guest.decision = replace(guest.decision, kind="none", state="full", reason="")
+    guest.decision = replace(guest.decision, kind="none", state="full", reason="", may_transfer=True)
     mac.senses = replace(mac.senses, on_hotspot=False)
     again = engine.sweep(train_request(), Quiet())
     assert (again.status, again.num_groups) == ("done", 0)  # nothing was played twice

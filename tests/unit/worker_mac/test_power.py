@@ -74,6 +74,16 @@ def test_the_strictest_row_wins_and_gives_the_reason() -> None:
     assert (decision.state, decision.reason) == ("pause", "the Mac is out of memory")
 
 
+@pytest.mark.parametrize("network", [{"on_hotspot": True}, {"spent_budget": "spent"}])
+@pytest.mark.parametrize("other", [{"on_mains": False}, {"idle_seconds": 1.0}, {"pressure": "critical"}, {"crash": "it crashed"}, {}])
+def test_a_network_that_is_not_ours_is_left_alone_whatever_else_is_the_reason(network: dict, other: dict) -> None:
+    allowed = MacHost(when="idle_only")
+    assert decide(replace(QUIET, **other), allowed).may_transfer
+    kept = decide(replace(QUIET, **network, **other), allowed)
+    assert not kept.may_transfer
+    assert not decide(replace(QUIET, **network, **other, now_seconds=QUIET.now_seconds + 1.0), allowed, kept).may_transfer
+
+
 def test_groups_in_hand_have_five_seconds_after_unplugging_and_none_when_the_owner_comes() -> None:
     unplugged = decide(replace(QUIET, on_mains=False), MacHost())
     assert not unplugged.starts
