@@ -44,6 +44,16 @@ class Probe(Protocol):
     def read(self) -> Senses: ...  # noqa: D102
 
 
+class Battery(Protocol):
+    """What psutil tells of one."""
+
+    @property
+    def percent(self) -> float: ...  # noqa: D102
+
+    @property
+    def power_plugged(self) -> bool | None: ...  # noqa: D102
+
+
 class NoProbe:
     """A machine of which nothing is known."""
 
@@ -72,13 +82,13 @@ class MacProbe:
             self._locked: bool | None = read_locked(self._tool(("ioreg", "-n", "Root", "-d1")))
             self._hotspot: bool | None = read_hotspot(self._tool(("route", "-n", "get", "default")))
         local = datetime.now()
-        battery = psutil.sensors_battery()
+        on_mains, battery_percent = read_battery()
         thermal = _process_info("thermalState")
         return Senses(
             now_seconds=now,
             minute_of_day=local.hour * 60 + local.minute,
-            on_mains=True if battery is None else battery.power_plugged,
-            battery_percent=None if battery is None else float(battery.percent),
+            on_mains=on_mains,
+            battery_percent=battery_percent,
             low_power_mode=None if (low := _process_info("isLowPowerModeEnabled")) is None else bool(low & 0xFF),
             idle_seconds=read_idle(self._tool(("ioreg", "-c", "IOHIDSystem", "-d4"))),
             screen_locked=self._locked,
@@ -86,7 +96,7 @@ class MacProbe:
             pressure=read_pressure(self._tool(("sysctl", "-n", "kern.memorystatus_vm_pressure_level"))),
             on_hotspot=self._hotspot,
             awake_seconds=now - self._woke_at,
-            free_disk_bytes=psutil.disk_usage(str(Path.home())).free,
+            free_disk_bytes=read_free_disk(Path.home()),
         )
 
 
@@ -98,6 +108,23 @@ def probe_here(platform: str = sys.platform) -> Probe:
 def slept_between(before: tuple[float, float], now: tuple[float, float]) -> bool:
     """True if the machine slept between two looks, each (wall clock, clock that stands still in sleep), in seconds."""
     return (now[0] - before[0]) - (now[1] - before[1]) > SLEPT_SECONDS
+
+
+def read_battery(battery: Callable[[], "Battery | None"] = psutil.sensors_battery) -> tuple[bool | None, float | None]:
+    """True on mains, and percent of the battery; a Mac without one is on mains."""
+    try:
+        found = battery()
+    except (OSError, RuntimeError, psutil.Error):
+        return None, None
+    return (True, None) if found is None else (found.power_plugged, float(found.percent))
+
+
+def read_free_disk(folder: Path) -> int | None:
+    """Bytes that are free where this folder is."""
+    try:
+        return int(psutil.disk_usage(str(folder)).free)
+    except OSError:  # a home on a network that is away
+        return None
 
 
 def read_idle(text: str) -> float | None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from worker_mac.senses import (
     MacProbe,
     NoProbe,
     probe_here,
+    read_battery,
+    read_free_disk,
     read_hotspot,
     read_idle,
     read_locked,
@@ -99,6 +102,17 @@ def test_a_mac_whose_tools_answer_is_sensed_and_one_whose_do_not_is_played_on() 
     assert asked.count("sysctl") == 2
     silent = MacProbe(lambda command: "").read()
     assert (silent.pressure, silent.on_hotspot, silent.screen_locked, silent.idle_seconds) == (None, None, None, None)
+
+
+@pytest.mark.parametrize("fault", [OSError(5, "away"), RuntimeError("no such sensor"), NotImplementedError()])
+def test_a_battery_or_a_disk_that_cannot_be_asked_is_not_known_and_ends_no_looking(fault: Exception, tmp_path: Path) -> None:
+    def battery() -> None:
+        raise fault
+
+    assert read_battery(battery) == (None, None)
+    assert read_battery(lambda: None) == (True, None)
+    assert read_free_disk(tmp_path / "away") is None
+    assert read_free_disk(tmp_path)
 
 
 def test_off_macos_nothing_is_known_and_everything_is_played() -> None:
