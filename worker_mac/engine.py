@@ -32,7 +32,7 @@ from stoa.contracts.ports import Progress
 from stoa.rollouts.records import Episode, Fingerprint, Group, Timings
 from stoa.rollouts.shard import encode_group
 from worker_mac.guest import Guest
-from worker_mac.identity import project_version
+from worker_mac.identity import note_sweep, project_version
 from worker_mac.memory import CACHE_BYTES
 from worker_mac.model_config import read_model_config
 from worker_mac.player import Player
@@ -455,12 +455,7 @@ class MacEngine:
 
         A sweep that this state folder has not begun before has none: only a repeated one is looked up.
         """
-        mark = self._folder / "last_sweep"
-        last = int(mark.read_text("ascii")) if mark.is_file() else None
-        part = mark.with_name("last_sweep.part")
-        self._folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(f"{max(request.sweep, last or 0)}\n", "ascii")
-        part.replace(mark)
+        last = note_sweep(self._folder, request.sweep)
         if last is not None and request.sweep > last:
             return set(request.shipped)
         oldest = max(0, head.version - self._config.learning.max_staleness_hard)

@@ -1,4 +1,4 @@
-"""Who this worker is: one process a state folder, a host id that stays, a nonce drawn at each start, a trusted key a run.
+"""Who this worker is: one process a state folder, a host id that stays, a nonce drawn at each start; a run's key and last sweep.
 
 Nothing here talks to a server. The folder belongs to one worker; a second one is refused by a lock that the system
 drops when the process ends, however it ends.
@@ -12,8 +12,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Final
 
+import structlog
+
 from stoa.contracts.errors import ConfigError, WorkerLockedError
 from stoa.contracts.ids import is_name
+
+_log = structlog.get_logger(__name__)
 
 LOCK_FILE: Final = "lock"
 _TRIES: Final = 5
@@ -48,7 +52,7 @@ class Identity:
 
     def _host(self, given: str) -> str:
         path = self.folder / "host"
-        kept = path.read_text("ascii").strip() if path.is_file() else ""
+        kept = path.read_text("ascii", "replace").strip() if path.is_file() else ""
         host = given or kept or f"mac-{secrets.token_hex(4)}"
         if not is_name(host):
             raise ConfigError(
@@ -56,7 +60,7 @@ class Identity:
                 hint="choose another --host" if given else f"remove {path}",
             )
         if host != kept:
-            path.write_text(f"{host}\n", "ascii")
+            _write_whole(path, host)
         return host
 
 
@@ -96,14 +100,39 @@ def locked_error(folder: Path, holder: int | None) -> WorkerLockedError:
 
 
 def pinned_key(run_folder: Path) -> str | None:
-    """The public key this Mac trusts for the run, or None before its first visit."""
+    """The public key this Mac trusts for the run; None before its first visit, and where a loss of power left the file empty."""
     path = run_folder / "public_key"
-    return path.read_text("ascii").strip() if path.is_file() else None
+    return path.read_text("ascii", "replace").strip("\0 \n") or None if path.is_file() else None
 
 
 def pin_key(run_folder: Path, public_key: str) -> None:
     """Trust this key for the run from now on."""
-    (run_folder / "public_key").write_text(f"{public_key}\n", "ascii")
+    if pinned_key(run_folder) != public_key:
+        _write_whole(run_folder / "public_key", public_key)
+
+
+def note_sweep(run_folder: Path, sweep: int) -> int | None:
+    """Note that this sweep begins; the last one that was begun before. None if none was, or nobody can tell any more."""
+    path = run_folder / "last_sweep"
+    try:
+        last = int(path.read_text("ascii")) if path.is_file() else None
+    except ValueError:  # a loss of power leaves anything
+        last = None
+    run_folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _write_whole(path, str(max(sweep, last or 0)))
+    except OSError as error:  # a full disk: what may be sent from memory and the spool still is
+        _log.warning("sweep_not_noted", sweep=sweep, reason=str(error))
+        path.unlink(missing_ok=True)
+        return None
+    return last
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """All or nothing, however this process ends."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(f"{text}\n", "ascii")
+    part.replace(path)
 
 
 def project_version() -> str:

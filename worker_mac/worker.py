@@ -364,6 +364,14 @@ class _Worker:
         except (ObjectMissingError, ServiceUnavailableError):
             return ""
 
+    def _is_stopped(self, document: RunDocument) -> bool:
+        """True if the run has stopped; False too while nobody can tell: a HEAD that is damaged now must not end the watching."""
+        try:
+            return self._head_state(document) == "stopped"
+        except StoaError as error:
+            self._say(error)
+            return False
+
     async def _serve(self, document: RunDocument, engine: "MacEngine") -> None:
         # Endpoints are this machine's; everything else is the run's own.
         config = document.config.model_copy(update={"temporal": self._config.temporal, "bucket": self._config.bucket})
@@ -443,7 +451,7 @@ class _Worker:
                 reason = reason or "unasked"
             if engine.idle_seconds > config.timeouts.head_poll_seconds < now - looked:
                 looked = now
-                self._run_stopped = await asyncio.to_thread(self._head_state, document) == "stopped"
+                self._run_stopped = await asyncio.to_thread(self._is_stopped, document)
                 await self._look_for_refusal(client)
             if self._run_stopped or engine.run_stopped:
                 self._run_stopped = True

@@ -17,9 +17,9 @@ from stoa.contracts.errors import ConfigError, MissingExtraError, WorkerLockedEr
 from stoa.rollouts.shard import MAX_GROUP_BYTES, decode_group
 from tests.unit.worker_mac.publishing import Publishing
 from tests.unit.worker_mac.sessions import Control, events_of, session_of, until, worker_process, write_config
-from worker_mac.identity import Identity, lock_holder, pin_key, pinned_key
+from worker_mac.identity import Identity, lock_holder, note_sweep, pin_key, pinned_key
 from worker_mac.membership import reason_to_greet
-from worker_mac.worker import read_options, require_extra
+from worker_mac.worker import _Worker, read_options, require_extra
 from workflows.mac_session import MacSessionWorkflow
 
 
@@ -85,6 +85,48 @@ def test_the_key_of_a_run_is_trusted_on_first_use_and_kept(tmp_path: Path) -> No
     assert pinned_key(tmp_path) == "abc="
 
 
+@pytest.mark.parametrize("left", [b"", b"\0\0\0\0", b"\n"])
+def test_a_key_that_a_loss_of_power_left_empty_is_trusted_anew_and_a_damaged_one_is_not(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / "public_key").write_bytes(left)
+    assert pinned_key(tmp_path) is None
+    (tmp_path / "public_key").write_bytes(b"ab\xff=\n")
+    assert pinned_key(tmp_path) not in (None, "abc=")
+
+
+def test_a_full_disk_costs_no_key_that_is_trusted_already(tmp_path: Path) -> None:
+    pin_key(tmp_path, "abc=")
+    (tmp_path / "public_key.part").mkdir()  # nothing can be written
+    pin_key(tmp_path, "abc=")
+    with pytest.raises(OSError, match="public_key"):
+        pin_key(tmp_path, "def=")
+    assert pinned_key(tmp_path) == "abc="
+
+
+def test_the_host_id_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    first = Identity(tmp_path, "attic-mini")
+    first.close()
+    (tmp_path / "host.part").mkdir()
+    with pytest.raises(OSError, match="host"):
+        Identity(tmp_path, "cellar-mini")
+    assert (tmp_path / "host").read_text() == "attic-mini\n"
+    (tmp_path / "host").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="host name"):
+        Identity(tmp_path)
+
+
+@pytest.mark.parametrize("left", [b"", b"\0\0", b"12x", b"\xff"])
+def test_a_damaged_note_of_the_last_sweep_is_no_note(tmp_path: Path, left: bytes) -> None:
+    assert (note_sweep(tmp_path, 3), note_sweep(tmp_path, 5), note_sweep(tmp_path, 4), note_sweep(tmp_path, 6)) == (None, 3, 5, 5)
+    (tmp_path / "last_sweep").write_bytes(left)
+    assert (note_sweep(tmp_path, 7), note_sweep(tmp_path, 8)) == (None, 7)
+
+
+def test_a_sweep_that_cannot_be_noted_leaves_no_older_note_that_would_be_believed(tmp_path: Path) -> None:
+    note_sweep(tmp_path, 3)
+    (tmp_path / "last_sweep.part").mkdir()
+    assert (note_sweep(tmp_path, 4), note_sweep(tmp_path, 4)) == (None, None)
+
+
 def test_command_line_names_config_state_host_and_place(tmp_path: Path) -> None:
     options = read_options(["x.toml", "--state", str(tmp_path), "--host", "mac-7", "--place", "Lyon"])
     assert (options.config, options.state, options.host, options.place) == (Path("x.toml"), tmp_path, "mac-7", "Lyon")
@@ -125,6 +167,21 @@ def test_a_parking_worker_that_cannot_start_ends_for_good_at_the_third_try(tmp_p
     found = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=PROJECT_ROOT)
     assert found.stdout == "[2, 2, 0, 0]\n"
     assert "worker_parked" in found.stderr
+
+
+def test_a_damaged_head_does_not_end_the_watching_of_a_run(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    published = Publishing(store, tmp_path / "base")
+    published.publish()
+    worker = _Worker.__new__(_Worker)
+    worker._store, worker._run, worker._said = store, published.run, ""
+    assert not worker._is_stopped(published.document)
+    head = store.get(keys.head(published.run), max_bytes=1 << 20)
+    store.swap(keys.head(published.run), b"{}", head.etag)
+    assert not worker._is_stopped(published.document)
+    store.swap(keys.head(published.run), head.data, store.get(keys.head(published.run), max_bytes=1 << 20).etag)
+    published.writer.set_state("stopped", "end")
+    assert worker._is_stopped(published.document)
 
 
 @pytest.mark.loop
