@@ -113,7 +113,10 @@ def read_table(data: bytes | memoryview) -> Table:
     body = memoryview(data)[8 + size :]
     arrays: dict[str, NDArray[np.generic]] = {}
     for name, (dtype, shape, start, stop) in entries.items():
-        arrays[name] = np.frombuffer(body[start:stop], dtype=_DTYPES[dtype]).reshape(shape)
+        try:
+            arrays[name] = np.frombuffer(body[start:stop], dtype=_DTYPES[dtype]).reshape(shape)
+        except ValueError as error:  # empty, with sides beyond what an array can have
+            raise FormatError(f"array {name!r} of a safetensors file has shape {shape}: {error}") from error
     return Table(metadata, arrays, {name: dtype for name, (dtype, *_) in entries.items()})
 
 

@@ -88,7 +88,8 @@ def make_grid(weights: Floats) -> tuple[Bits16, Bits16]:
         scales_N[constant_N] = _ONE_BITS
         lowest_N = low_N - np.float32(HEADROOM) * bf16_values(scales_N)
         biases_N = bf16_bits(np.where(constant_N, low_N, lowest_N))
-    if not (np.isfinite(bf16_values(scales_N)).all() and np.isfinite(bf16_values(biases_N)).all()):
+    # The extremes too: some NaNs become zeros when they are rounded to bf16.
+    if not all(np.isfinite(values).all() for values in (low_N, high_N, bf16_values(scales_N), bf16_values(biases_N))):
         raise NonFiniteError("a group of weights is NaN, infinite or too wide for the grid")
     shape = (*weights.shape[:-1], weights.shape[-1] // GROUP_SIZE)
     return scales_N.reshape(shape), biases_N.reshape(shape)

@@ -119,9 +119,13 @@ def checked(layout: Layout, masters: Masters) -> Iterator[tuple[TensorSpec, NDAr
 
 def stored_raw(spec: TensorSpec, master: NDArray[np.float32]) -> NDArray[np.generic]:
     """A raw tensor as it is stored. Raises NonFiniteError."""
-    stored = master if spec.dtype == "float32" else grid.bf16_bits(master)
-    values = master if spec.dtype == "float32" else grid.bf16_values(grid.bf16_bits(master))
-    if not np.isfinite(values).all():
+    if spec.dtype == "float32":
+        stored = values = master
+    else:
+        stored = grid.bf16_bits(master)
+        values = grid.bf16_values(stored)
+    # Both: rounding to bf16 makes infinities of large numbers, and zeros of some NaNs, CUDA's own among them.
+    if not (np.isfinite(master).all() and np.isfinite(values).all()):
         raise NonFiniteError(f"{spec.name}: a weight is NaN or infinite")
     return stored
 

@@ -124,8 +124,10 @@ def _entry(dtype: str, shape: object, *offsets: object) -> dict:
         _file({"a": _entry("U8", [3], 0)}, b"123"),
         _file({"a": 5}, b"123"),
         _file({"__metadata__": {"a": 1}}, b""),
+        _file({"a": _entry("U8", [2**70, 0], 0, 0)}, b""),
+        _file({"a": _entry("I64", [2**61, 0, 2**61], 0, 0)}, b""),
     ],
-    ids=range(18),
+    ids=range(20),
 )
 def test_file_whose_arrays_do_not_fill_it_exactly_is_refused(data: bytes):
     with pytest.raises(FormatError):

@@ -1,6 +1,7 @@
 """The int8 grid against golden values made without it, numbers by hand, and properties."""
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis.extra import numpy as npst
 
 from stoa.contracts.errors import LayoutError, NonFiniteError
 from stoa.weights import grid
+from stoa.weights.layout import TensorSpec
+from stoa.weights.snapshot import stored_raw
 
 GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "grid.npz")
 WEIGHTS = npst.arrays(np.float32, (3, 64), elements=st.floats(-(2.0**99), 2.0**99, width=32, allow_nan=False, allow_infinity=False))
@@ -72,6 +75,31 @@ def test_weight_that_is_not_finite_is_refused(bad: float):
         grid.quantise(weights)
     with pytest.raises(NonFiniteError):
         grid.scan(weights, codes, scales, biases, 0.02)
+
+
+# Rounded to bf16 as numbers are, all but the first would become zeros; the second is what CUDA makes.
+NANS = [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFF8000]
+
+
+@pytest.mark.parametrize("bits", NANS)
+@pytest.mark.parametrize("count", [1, 64])
+def test_nan_of_any_bits_is_refused_by_int8_tensors(bits: int, count: int):
+    weights = np.zeros((2, 64), dtype=np.float32)
+    codes, scales, biases = grid.quantise(weights)
+    weights.view(np.uint32)[1, :count] = bits
+    with pytest.raises(NonFiniteError):
+        grid.quantise(weights)
+    with pytest.raises(NonFiniteError):
+        grid.scan(weights, codes, scales, biases, 0.02)
+
+
+@pytest.mark.parametrize("bits", NANS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nan_of_any_bits_is_refused_by_raw_tensors(bits: int, dtype: Literal["bfloat16", "float32"]):
+    weights = np.ones(8, dtype=np.float32)
+    weights.view(np.uint32)[3] = bits
+    with pytest.raises(NonFiniteError, match=r"norm\.weight"):
+        stored_raw(TensorSpec("norm.weight", (8,), "raw", dtype), weights)
 
 
 def test_range_beyond_float32_is_refused():
