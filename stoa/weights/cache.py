@@ -29,6 +29,9 @@ from stoa.weights.state import WeightState
 KEPT_ANCHORS: Final = 2
 MAX_BYTES: Final = 24_000_000_000
 """Two anchors of 8.5e9 codes and the deltas after them."""
+_ANCHORS: Final = "[0-9]" * 8
+_DELTAS: Final = f"{_ANCHORS}-{_ANCHORS}-*"
+"""What this program puts into its folders; a Finder leaves files of its own there."""
 Needed = tuple[str, str, int]
 """Key, sha256 and size of an object."""
 Memory = Callable[[], WeightState]
@@ -160,9 +163,9 @@ class Cache:
     def keys(self) -> tuple[set[str], set[int]]:
         """Keys of the deltas and of the indexes of whole anchors that are here, and the versions of these anchors."""
         root = keys.root(self._run)
-        found = {f"{root}deltas/{path.name}" for path in (self._folder / "deltas").glob("*.safetensors")}
+        found = {f"{root}deltas/{path.name}" for path in (self._folder / "deltas").glob(f"{_DELTAS}.safetensors")}
         versions: set[int] = set()
-        for index in (self._folder / "anchors").glob("*/index-*.json"):
+        for index in (self._folder / "anchors").glob(f"{_ANCHORS}/index-*.json"):
             if self._is_whole(index):
                 found.add(f"{root}anchors/{index.parent.name}/{index.name}")
                 versions.add(int(index.parent.name))
@@ -172,12 +175,12 @@ class Cache:
         """Remove what is too old to keep, and the oldest of the rest until it fits. `newest_anchor`: version of the bucket's."""
         _, whole = self.keys()
         anchors = {version: _size(self._folder / "anchors" / f"{version:08d}") for version in whole}
-        deltas = [(_leads_to(path), path.stat().st_size) for path in (self._folder / "deltas").glob("*")]
+        deltas = [(_leads_to(path), path.stat().st_size) for path in (self._folder / "deltas").glob(_DELTAS)]
         floor = floor_of(anchors, deltas, newest_anchor, self._max_bytes)
-        for folder in (self._folder / "anchors").glob("*"):
+        for folder in (self._folder / "anchors").glob(_ANCHORS):
             if int(folder.name) < floor:
                 shutil.rmtree(folder)
-        for path in (self._folder / "deltas").glob("*"):
+        for path in (self._folder / "deltas").glob(_DELTAS):
             if _leads_to(path) <= floor:
                 path.unlink()
 
@@ -197,7 +200,7 @@ class Cache:
         """Remove all files but those of these objects and the parts of them."""
         kept = {self.path(key).name for key in needed}
         num_bytes = 0
-        for path in [*(self._folder / "anchors").glob("*/*"), *(self._folder / "deltas").glob("*")]:
+        for path in [*(self._folder / "anchors").glob(f"{_ANCHORS}/*"), *(self._folder / "deltas").glob(_DELTAS)]:
             if path.name.split(".part")[0] not in kept and not path.name.startswith("index-"):
                 num_bytes += path.stat().st_size
                 path.unlink()

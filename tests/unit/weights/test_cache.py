@@ -71,6 +71,23 @@ def test_cap_of_the_owner_is_kept_after_each_join_and_the_newest_way_in_any_case
         assert {int(path.name) for path in (tmp_path / f"mac-{cap}" / "anchors").iterdir()} == kept[cap]
 
 
+def test_files_that_somebody_else_left_in_the_cache_are_passed_over(store, tmp_path):
+    run = SmallRun(store, tmp_path)
+    run.publish_many(2, anchor_every=9)
+    Puller(store, run.document, tmp_path / "mac").join(run.head)
+    strange = [tmp_path / "mac" / folder / ".DS_Store" for folder in ("", "anchors", "deltas")]
+    strange.append(tmp_path / "mac" / "anchors" / "old copy" / "index-0.json")
+    for path in strange:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"left behind")
+    run.publish_many(1, anchor_every=9)
+    puller = Puller(store, run.document, tmp_path / "mac")
+    assert puller.join(run.head).state_id() == run.publisher.mirror.state_id()
+    puller.stage(run.head, 2, "0" * 64)
+    Cache(store, "small", tmp_path / "mac", run.layout).trim(9)
+    assert all(path.exists() for path in strange)
+
+
 def test_object_that_cannot_be_had_is_blamed_and_the_others_come(store, tmp_path):
     run = SmallRun(store, tmp_path)
     run.publish_many(3, anchor_every=9)
