@@ -85,6 +85,8 @@ class HeadWriter:
         self._interval_seconds = interval_seconds
         self._next_write_at = 0.0
         self._version: int | None = None
+        self._unanswered: set[str] = set()
+        """Manifests of swaps that a call gave up on without an answer: one of them may have arrived."""
 
     def read(self) -> tuple[Head, str]:
         """HEAD and its etag."""
@@ -138,11 +140,14 @@ class HeadWriter:
             if attempt and all(getattr(head, name) == value for name, value in changes.items()):
                 self._version = head.version
                 return head  # the reply was lost, and somebody may have set the state since
+            if head.manifest_key in self._unanswered:
+                self._version = head.version
             if self._version is not None and head.version != self._version:
                 raise FencedError(f"run {self._run}: version moved from {self._version} to {head.version} by another writer")
             new = replace(head, **changes, seq=head.seq + 1, nonce=nonce)
             if self._try(new, etag):
                 self._version = new.version
+                self._unanswered.clear()
                 return self._signed(new)
         raise self._contended()
 
@@ -174,6 +179,9 @@ class HeadWriter:
             self._store.swap(keys.head(self._run), write_signed(_HEAD, head, self._signer), etag)
         except PreconditionError:
             return False
+        except ServiceUnavailableError:
+            self._unanswered.add(head.manifest_key)
+            raise
         finally:
             self._next_write_at = time.monotonic() + self._interval_seconds
         return True

@@ -9,7 +9,7 @@ from stoa.bucket import keys
 from stoa.bucket.head import HeadWriter, Reset, poll_head, read_head
 from stoa.bucket.manifest import Signer
 from stoa.bucket.store import Store
-from stoa.contracts.errors import FencedError, FormatError, ObjectMissingError, PreconditionError, SignatureError
+from stoa.contracts.errors import FencedError, FormatError, ObjectMissingError, PreconditionError, ServiceUnavailableError, SignatureError
 from tests.servers import CREDENTIALS
 from tests.unit.bucket.flaky import flaky_proxy
 
@@ -144,6 +144,48 @@ def test_swap_and_acquire_whose_reply_is_lost_succeed_once(store: Store):
         assert trainer.swap(1000, version=0, manifest_key="m").seq == 2
     read, _ = read_head(store, "demo", SIGNER.public_key)
     assert (read.seq, read.version) == (2, 0)
+
+
+class Unanswered(Store):
+    """The next swap arrives, but its call ends without an answer."""
+
+    armed = False
+
+    def swap(self, key: str, data: bytes, etag: str | None) -> str:
+        written = super().swap(key, data, etag)
+        if self.armed:
+            self.armed = False
+            raise ServiceUnavailableError("no answer")
+        return written
+
+
+def test_version_whose_swap_was_given_up_on_but_arrived_is_no_other_writers(store: Store):
+    unanswered = Unanswered(store.settings, CREDENTIALS)
+    trainer = writer(unanswered)
+    trainer.acquire(1000)
+    unanswered.armed = True
+    with pytest.raises(ServiceUnavailableError):
+        trainer.swap(1000, version=0, manifest_key="first")
+    writer(store, "control").set_state("paused", "n1")
+    head = trainer.swap(1000, version=0, manifest_key="sealed-again")
+    assert (head.version, head.manifest_key, head.state) == (0, "sealed-again", "paused")
+    assert trainer.swap(1000, version=1, manifest_key="next").version == 1
+
+
+def test_version_of_another_writer_after_a_swap_without_an_answer_is_fenced(store: Store):
+    class Silent(Store):
+        def swap(self, key: str, data: bytes, etag: str | None) -> str:
+            raise ServiceUnavailableError("no answer")
+
+    trainer, twin = writer(store), writer(store)
+    trainer.acquire(1000)
+    trainer._store = Silent(store.settings, CREDENTIALS)
+    with pytest.raises(ServiceUnavailableError):
+        trainer.swap(1000, version=0, manifest_key="mine")
+    trainer._store = store
+    twin.swap(1000, version=0, manifest_key="other")
+    with pytest.raises(FencedError, match="version moved"):
+        trainer.swap(1000, version=0, manifest_key="mine")
 
 
 def test_acquire_puts_the_step_back_to_the_checkpoint_it_read(store: Store):
