@@ -244,11 +244,8 @@ class Versions:
         self._staged = self._served = None
         if self._pinned is not None and self._memory is not None and self._pinned.live is self._memory[0]:
             self._pinned = None
-        if self._memory is None:
-            self._memory = self._new_memory()
-        live, model = self._memory
-        live.settle()
-        state = self._puller.join(head, into=live.state)
+        state = self._puller.join(head, into=lambda: self._room()[0].state)
+        live, model = self._room()
         pulled_at = time.monotonic()
         self._check(model)
         self._served = Served(head.version, str(state.verified_id), model, live)
@@ -259,8 +256,8 @@ class Versions:
     def _room(self) -> tuple[LiveWeights, Model]:
         """The one place for live weights, made at the first call: a Mac downloads while it makes room for 9 GB."""
         if self._memory is None:
-            live = LiveWeights(self._puller.layout)
-            self._memory = live, Model(self._config, live.arrays, without_kernels=self._plain_ops)
+            self._memory = self._new_memory()
+        self._memory[0].settle()
         return self._memory
 
     def _advance(self, served: Served, head: Head, started: float) -> tuple[Served, Pulled]:

@@ -45,6 +45,20 @@ def test_update_is_served_at_once_and_its_verdict_comes_after(publishing: Publis
     assert second.live.state.state_id() == state_id
 
 
+def test_room_for_weights_is_made_while_their_bytes_come(publishing: Publishing, versions: Versions):
+    publishing.publish()
+    coming: list[bool] = []
+    rooms = versions._new_memory
+
+    def noted():
+        coming.append(versions._puller._cache._coming is not None)
+        return rooms()
+
+    versions._new_memory = noted
+    newest(versions)
+    assert coming == [True]
+
+
 def test_bit_that_flips_in_memory_is_in_the_verdict_and_the_weights_are_built_anew_in_place(publishing: Publishing, versions: Versions):
     publishing.publish()
     first = newest(versions)
