@@ -76,6 +76,11 @@ class Guest:
             self._thread.join()
         self._awake.release()
 
+    def let_sleep(self) -> None:
+        """Let the system sleep from now on, whatever hangs: what keeps it awake outlives a process that begins anew in its place."""
+        self._ended.set()
+        self._awake.release()
+
     def look(self) -> Decision:
         """Sense, decide, and say so if the decision is another one. Safe from any thread."""
         sensed = self._probe.read()
@@ -160,7 +165,7 @@ class Guest:
         self.look()
 
     def _hold(self) -> None:
-        if self.playing_now and self._senses.on_mains and not self.going_to_sleep:
+        if self.playing_now and self._senses.on_mains and not self.going_to_sleep and not self._ended.is_set():
             self._awake.hold()
         else:
             self._awake.release()

@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from stoa.config.load import PROJECT_ROOT
 from stoa.contracts.errors import StoaError, UsageError
 from worker_mac.identity import lock_holder, locked_error
 from worker_mac.panics import PanicLog
+
+_log = structlog.get_logger(__name__)
 
 LABEL: Final = "run.stoa.worker"
 THROTTLE_SECONDS: Final = 30
@@ -30,6 +34,7 @@ EXIT_SECONDS: Final = 40
 QUICK_SECONDS: Final = 120.0
 """A start that fails within this time is a quick failure."""
 MAX_QUICK: Final = 3
+KILLED: Final = "it was killed, or crashed without a word: its log and macOS's crash reports may say more"
 LAUNCHCTL_SECONDS: Final = 30.0
 _PID = re.compile(r"^\s*pid = (\d+)$", re.MULTILINE)
 _LAST_EXIT = re.compile(r"^\s*last exit code = (\S.*)$", re.MULTILINE)
@@ -143,11 +148,19 @@ class Service:
 
 
 class Attempts:
-    """Failures in a row soon after a start, in one small file of the state folder."""
+    """Failures in a row soon after a start, in one small file of the state folder; a second one is there while a start is young."""
 
     def __init__(self, state: Path, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._clock = state / "attempts.json", clock
+        self._path, self._mark, self._clock = state / "attempts.json", state / "starting", clock
         self._began = clock()
+
+    def begin(self) -> str:
+        """Note a start, and the one before if it was killed before it was told to `forget`; returns why this one is not to go on, or ""."""
+        if self._mark.exists():
+            self._note([*self._read(), KILLED])
+        if not (parked := self.parked()):
+            self._write(self._mark, "")
+        return parked
 
     def parked(self) -> str:
         """Why no further start is tried; "" while one may be."""
@@ -157,20 +170,31 @@ class Attempts:
     def failed(self, reason: str) -> str:
         """Note that this start failed; returns why the worker parks, or ""."""
         quick = self._clock() - self._began < QUICK_SECONDS
-        failures = [*self._read(), reason][-MAX_QUICK:] if quick else []
-        part = self._path.with_name(f"{self._path.name}.part")
-        part.write_text(json.dumps(failures), "utf-8")
-        part.replace(self._path)
+        self._note([*self._read(), reason] if quick else [])
         return self.parked()
 
     def forget(self) -> None:
         """Start counting anew."""
+        self._mark.unlink(missing_ok=True)
         self._path.unlink(missing_ok=True)
+
+    def _note(self, failures: Sequence[str]) -> None:
+        self._mark.unlink(missing_ok=True)
+        self._write(self._path, json.dumps(list(failures)[-MAX_QUICK:]))
+
+    def _write(self, path: Path, text: str) -> None:
+        part = path.with_name(f"{path.name}.part")
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part.write_text(text, "utf-8")
+            part.replace(path)
+        except OSError as error:  # a full disk is told by the worker itself
+            _log.warning("attempt_not_noted", path=str(path), reason=str(error))
 
     def _read(self) -> list[str]:
         try:
             found = json.loads(self._path.read_text("utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return []
         return [str(reason) for reason in found] if isinstance(found, list) else []
 

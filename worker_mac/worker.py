@@ -53,7 +53,7 @@ from worker_mac.limits import Budgets, CappedMeters
 from worker_mac.membership import Membership, reason_to_greet
 from worker_mac.panics import Caution, PanicLog
 from worker_mac.senses import probe_here
-from worker_mac.service import Attempts
+from worker_mac.service import QUICK_SECONDS, Attempts
 from worker_mac.sleeps import Sleeps, sleeps_here
 
 if TYPE_CHECKING:
@@ -122,9 +122,11 @@ def main(
     options = read_options(arguments)
     telemetry.configure(worker="mac")
     attempts = Attempts(options.folder) if options.parks else None
-    if attempts is not None and (parked := attempts.parked()):
+    if attempts is not None and (parked := attempts.begin()):
         _log.error("worker_parked", reason=parked)
         return 0
+    if attempts is not None:
+        LastCall(attempts.forget, QUICK_SECONDS).start()
     ended = _run(options, make_engine, sleeps or sleeps_here(), anew)
     if attempts is not None and ended.code == 0:
         attempts.forget()
@@ -223,7 +225,7 @@ class _Worker:
         self._stop = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._last_call = LastCall(cut_short, LEAVE_SECONDS)
-        self._anew_call = LastCall(anew, ANEW_SECONDS)
+        self._anew_call = LastCall(lambda: (self._guest.let_sleep(), anew()), ANEW_SECONDS)
         self._said = ""
         self._run_stopped = False
         self._notice: Notice | None = None

@@ -229,6 +229,17 @@ def test_a_spent_budget_pauses_and_names_itself(mac: Sensed) -> None:
     assert not guest.may_transfer
 
 
+def test_a_process_that_begins_anew_keeps_no_mac_awake_even_if_a_sweep_hangs(mac: Sensed) -> None:
+    awake = Awake(("sleep", "77"))
+    guest = Guest(MacHost(), mac, awake=awake)
+    guest.look()
+    with guest.playing():
+        assert awake.held
+        guest.let_sleep()
+        guest.look()
+        assert not awake.held
+
+
 def test_a_mac_on_mains_is_kept_awake_while_groups_are_played_and_only_then(mac: Sensed) -> None:
     awake = Awake(("sleep", "77"))
     guest = Guest(MacHost(on_battery=True), mac, awake=awake)

@@ -152,6 +152,32 @@ def test_a_failure_after_long_work_starts_the_count_anew(tmp_path: Path) -> None
     assert [Attempts(tmp_path, lambda: now[0]).failed("quick") for _ in range(2)] == ["", ""]
 
 
+def test_three_starts_that_were_killed_soon_park_and_say_so(tmp_path: Path) -> None:
+    assert [Attempts(tmp_path / "state").begin() for _ in range(3)] == ["", "", ""]
+    assert Attempts(tmp_path / "state").parked() == ""  # the third is at work
+    assert "3 starts in a row failed soon: it was killed" in Attempts(tmp_path / "state").begin()
+
+
+def test_a_start_that_lived_or_ended_well_is_no_failure_if_it_is_killed(tmp_path: Path) -> None:
+    for _ in range(5):
+        attempts = Attempts(tmp_path)
+        assert attempts.begin() == ""
+        attempts.forget()  # after two minutes, and at a clean end
+    for _ in range(2):
+        attempts = Attempts(tmp_path)
+        assert attempts.begin() == ""
+        assert attempts.failed("no MLX") == ""
+    assert Attempts(tmp_path).begin() == ""
+    assert "it was killed" in Attempts(tmp_path).begin()
+
+
+def test_attempts_that_cannot_be_noted_stop_nobody(tmp_path: Path) -> None:
+    for name in ("attempts.json.part", "starting.part"):
+        (tmp_path / name).mkdir()
+    attempts = Attempts(tmp_path)
+    assert (attempts.begin(), attempts.failed("the disk is full")) == ("", "")
+
+
 @pytest.mark.skipif(shutil.which("launchctl") is not None, reason="launchd is here")
 def test_without_launchd_the_person_is_told() -> None:
     with pytest.raises(UsageError, match="macOS"):

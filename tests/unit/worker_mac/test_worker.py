@@ -158,14 +158,17 @@ def test_wrong_config_is_wrong_use(tmp_path: Path) -> None:
     assert "group_size" in found.stderr
 
 
-def test_a_parking_worker_that_cannot_start_ends_for_good_at_the_third_try(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("was_killed", "codes"), [(False, "[2, 2, 0, 0]\n"), (True, "[2, 0, 0, 0]\n")])
+def test_a_parking_worker_that_cannot_start_ends_for_good_at_the_third_try(tmp_path: Path, was_killed: bool, codes: str) -> None:
     path = tmp_path / "bad.toml"
     path.write_text("[rollout]\ngroup_sze = 8\n")
     (tmp_path / "state").mkdir()
+    if was_killed:
+        (tmp_path / "state" / "starting").touch()
     script = "import sys; from worker_mac.worker import main; print([main(sys.argv[1:]) for _ in range(4)])"
     command = [sys.executable, "-c", script, str(path), "--state", str(tmp_path / "state"), "--parks"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=PROJECT_ROOT)
-    assert found.stdout == "[2, 2, 0, 0]\n"
+    assert found.stdout == codes
     assert "worker_parked" in found.stderr
 
 
