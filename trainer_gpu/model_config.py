@@ -5,6 +5,7 @@ anything else is refused by name, because a field that is passed over silently i
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,8 +113,8 @@ class _Fields:
         value = self.values.get(field)
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
             raise self.error(field, "is missing" if value is None else f"is {value!r}, not {kind.__name__}")
-        if value < least:
-            raise self.error(field, f"is {value}, below {least}")
+        if not math.isfinite(value) or value < least:
+            raise self.error(field, f"is {value}, below {least}" if value < least else f"is {value}, not a finite number")
         return value
 
     def count(self, field: str, least: int = 1) -> int:
@@ -141,7 +142,7 @@ def read_model_config(folder: Path) -> Lfm2Config:
         values = json.loads(source)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read", hint="a checkpoint folder holds config.json") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not JSON: {error}", hint="fetch the checkpoint again") from error
     fields = _Fields(path, values if isinstance(values, dict) else {})
     _check_known(fields)
@@ -213,7 +214,9 @@ def _attention_layers(fields: _Fields, num_layers: int) -> tuple[int, ...]:
             raise fields.error("layer_types", f"must hold {num_layers} of 'full_attention' and 'conv': {strange[:1]}")
         from_kinds = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
     if isinstance(indices, list):
-        from_indices = tuple(sorted(int(i) for i in indices))
+        if not all(type(i) is int for i in indices):
+            raise fields.error("full_attn_idxs", f"is {indices!r:.80}, not numbers of layers")
+        from_indices = tuple(sorted(set(indices)))
         if from_indices and not 0 <= from_indices[0] <= from_indices[-1] < num_layers:
             raise fields.error("full_attn_idxs", f"names layers outside 0..{num_layers - 1}")
     if from_kinds is not None and from_indices is not None and from_kinds != from_indices:
@@ -234,7 +237,10 @@ def _rope_theta(fields: _Fields) -> float:
         allowed = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0, "rope_theta": value}
         if value != allowed.get(field):
             raise fields.error(f"rope_parameters.{field}", f"is {value!r}, which is not supported")
-    return float(inner.number("rope_theta", float, 1.0))
+    theta = float(inner.number("rope_theta", float, 1.0))
+    if fields.values.get("rope_theta", theta) not in (None, theta):
+        raise fields.error("rope_theta", f"is {fields.values['rope_theta']!r}, but rope_parameters says {theta:g}")
+    return theta
 
 
 def _adjusted_ffn_size(fields: _Fields) -> int:

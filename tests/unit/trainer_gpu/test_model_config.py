@@ -100,6 +100,12 @@ def test_the_dense_family_rounds_its_width_as_the_reference_does(tmp_path: Path)
         ({"num_dense_layers": 30}, "num_dense_layers is above the 24 layers"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0, below 1"),
         ({"use_expert_bias": 1}, "use_expert_bias is 1, not true or false"),
+        ({"norm_eps": float("nan")}, "norm_eps is nan, not a finite number"),
+        ({"routed_scaling_factor": float("inf")}, "routed_scaling_factor is inf, not a finite number"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta is inf, not a finite number"),
+        ({"rope_theta": 1e6}, r"rope_theta is 1000000\.0, but rope_parameters says 5e\+06"),
+        ({"layer_types": None, "full_attn_idxs": ["2"]}, "full_attn_idxs is .*, not numbers of layers"),
+        ({"layer_types": None, "full_attn_idxs": [2.5]}, "full_attn_idxs is .*, not numbers of layers"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(change: dict[str, object], problem: str, tmp_path: Path) -> None:
@@ -117,9 +123,10 @@ def test_a_missing_field_is_named(tmp_path: Path) -> None:
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
         read_model_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json: is not JSON"):
-        read_model_config(tmp_path)
+    for broken in (b"{", b"", b'{"model_type": "\xff"}', b"[" * 100_000):
+        (tmp_path / "config.json").write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"config\.json: is not JSON"):
+            read_model_config(tmp_path)
 
 
 def test_an_older_name_that_contradicts_is_refused(tmp_path: Path) -> None:
