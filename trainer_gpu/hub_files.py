@@ -51,8 +51,7 @@ class HubFiles:
         paths = sorted(self.folder.glob("*.safetensors"))
         index = self.folder / INDEX
         if index.exists():
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            paths = [self.folder / name for name in sorted(named)]
+            paths = [self.folder / name for name in self._indexed(index)]
         if not paths:
             raise self.error("holds no safetensors file")
         for path in paths:
@@ -91,6 +90,17 @@ class HubFiles:
             raise self.error(f"lacks the tensor {name}")
         return self._places[name]
 
+    def _indexed(self, index: Path) -> list[str]:
+        """Names of the files that the index tells of."""
+        try:
+            named: set[object] = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            names = sorted(name for name in named if isinstance(name, str))
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise self.error(f"has a {index.name} that cannot be read: {error}") from error
+        if len(names) != len(named):
+            raise self.error(f"has a {index.name} that names files by other than text")
+        return names
+
     def _open(self, path: Path) -> None:
         """Note where the tensors of one file are; the library checks that its header fits its length."""
         try:
@@ -104,6 +114,8 @@ class HubFiles:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
+            if name in self._places:
+                raise self.error(f"holds {name} twice")
             if entry["dtype"] not in _DTYPES:
                 raise self.error(f"holds {name} as {entry['dtype']}; weights are {', '.join(_DTYPES)}")
             first, end = entry["data_offsets"]

@@ -19,6 +19,7 @@ from stoa.contracts.errors import CheckpointError
 from stoa.weights.layout import layout_of
 from tests.unit.trainer_gpu.checkpoints import load
 from trainer_gpu.convert import hub_shapes, load_hub, mlx_tensors, save_hub, weight_map
+from trainer_gpu.hub_files import HubFiles
 from trainer_gpu.model import build_model, read_model_config
 from trainer_gpu.weights import local_weights
 
@@ -145,6 +146,21 @@ def test_an_lm_head_equal_to_the_embedding_is_accepted(moe_folder: Path, tmp_pat
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     load(broken(moe_folder, tmp_path, tied_twice))
+
+
+@pytest.mark.parametrize("broken", [b"", b"{", b"\xff", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}', b"[" * 100_000])
+def test_a_broken_index_is_refused(broken: bytes, moe_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(moe_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors.index.json").write_bytes(broken)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"), HubFiles(tmp_path):
+        pass
+
+
+def test_a_tensor_in_two_files_is_refused(moe_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(moe_folder, tmp_path, dirs_exist_ok=True)
+    shutil.copyfile(tmp_path / "model.safetensors", tmp_path / "more.safetensors")
+    with pytest.raises(CheckpointError, match="twice"), HubFiles(tmp_path):
+        pass
 
 
 def test_a_torn_file_is_refused(moe_folder: Path, tmp_path: Path) -> None:
