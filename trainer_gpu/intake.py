@@ -349,6 +349,9 @@ class Intake:
 
     def _accept(self, arrival: Arrival, group: Group) -> None:
         with self._changed:
+            if group.host in self._quarantined:  # since its group was listed
+                self._refuse(arrival, Reason.QUARANTINED, "its host is quarantined")
+                return
             self._known_hosts.add(group.host)
             if self._buffer.offer(arrival.key, group):
                 self._offered_at[arrival.key] = time.monotonic()

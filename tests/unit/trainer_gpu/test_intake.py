@@ -1,5 +1,6 @@
 """Groups on their way to a step: fetched beside the trainer, admitted or refused with a reason, dropped and told early."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from stoa.bucket import keys
 from stoa.bucket.steps import Dropped
 from stoa.bucket.store import Store
 from stoa.contracts.errors import FormatError
+from stoa.rollouts.admit import Replayed
 from stoa.rollouts.records import Group
 from stoa.rollouts.shard import encode_group
 from tests.unit.trainer_gpu.player import search, vocab_size
@@ -47,14 +49,19 @@ def intake(store: Store, noted: list[Dropped]) -> Iterator[Intake]:
 
 
 def _made(
-    store: Store, noted: list[Dropped], settled: Sequence[str], granted: Callable[[keys.GroupKey], str | None] | None = None
+    store: Store,
+    noted: list[Dropped],
+    settled: Sequence[str],
+    granted: Callable[[keys.GroupKey], str | None] | None = None,
+    referee: Referee | None = None,
 ) -> Iterator[Intake]:
     config = config_of(store, groups_per_step=2, max_staleness_hard=2, starved_seconds=4.0, intake_poll_seconds=0.05)
     versions = KnownVersions(store, "test", "", window=2)
     for version in (3, 4, 5):
         versions.add(version, f"state-{version}")
     rules = rules_of(config, search(), vocab_size(), versions.state_of, granted)
-    made = Intake(store, rules, Referee(search()), versions, config.learning, settled=settled, note=lambda found: noted.extend(found))
+    referee = referee or Referee(search())
+    made = Intake(store, rules, referee, versions, config.learning, settled=settled, note=lambda found: noted.extend(found))
     made.start()
     yield made
     made.close()
@@ -214,6 +221,35 @@ def test_quarantined_host_is_refused_unread_and_what_waited_of_it_is_dropped(sto
     again = intake.take(5, Reports())
     assert isinstance(again, Taken)
     assert again.keys == tuple(freed)
+
+
+class _SlowReferee(Referee):
+    """Judges when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(search())
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def rescore(self, question_id: str, turns: Sequence[Sequence[int]]) -> Replayed:
+        self.asked.set()
+        assert self.let.wait(10)
+        return super().rescore(question_id, turns)
+
+
+def test_host_quarantined_while_its_group_is_judged_is_not_trained_on(store: Store, noted: list[Dropped]) -> None:
+    referee = _SlowReferee()
+    made = _made(store, noted, settled=(), referee=referee)
+    intake = next(made)
+    late = put(store, group(0, host="bad"))
+    assert referee.asked.wait(10)
+    intake.quarantine(("bad",))
+    referee.let.set()
+    honest = [put(store, group(slot)) for slot in (1, 2)]
+    taken = intake.take(5, Reports())
+    made.close()
+    assert isinstance(taken, Taken)
+    assert taken.keys == tuple(honest)
+    assert [(refused.key, refused.reason) for refused in taken.refused] == [(late, "quarantined")]
 
 
 def test_queue_says_how_long_groups_waited_and_how_many_of_the_hosts_are_shut_out(store: Store, intake: Intake) -> None:
