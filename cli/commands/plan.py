@@ -100,6 +100,8 @@ def gpu(
 
     if bool(gpus) != bool(memory_gb):
         raise UsageError("a machine needs both --gpus and --memory-gb", hint="leave both out for the usual machines")
+    if micro_batch_tokens < 1:
+        raise UsageError(f"--micro-batch-tokens {micro_batch_tokens}: a forward and backward pass has at least 1")
     found = read_model(model)
     machines = ((gpus, memory_gb),) if gpus else STANDARD
     planned = [(num, size, plan_machine(found, num, size)) for num, size in machines]

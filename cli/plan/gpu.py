@@ -21,6 +21,7 @@ from stoa.weights.layout import layout_of
 WEIGHT, GRADIENT, MASTER, MOMENT, MOMENT_BF16 = 2, 4, 4, 4, 2
 RESERVE_BYTES: Final = 4_000_000_000
 """Of one GPU: CUDA's context, communication buffers, kernels' workspaces."""
+MOST_GIGABYTES: Final = 1e6
 FRAGMENTATION: Final = 0.05
 """Share of memory an allocator loses."""
 HEAD_BYTES: Final = 201_326_592
@@ -133,7 +134,7 @@ def read_model(folder: Path | None) -> Model:
         return model_of("LFM2.5-8B-A1B", LFM2_5_8B_A1B)
     try:
         config: object = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder}: no config.json to plan from ({error})", hint="name a checkpoint's folder") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder}/config.json: not a table")
@@ -190,7 +191,7 @@ def _activation_bytes(config: Mapping[str, object], shapes: Mapping[str, tuple[i
 
 def plan(model: Model, num_gpus: int, gpu_gigabytes: float, *, overhead: float = FRAGMENTATION) -> list[Line]:
     """Every way on one machine, in the order of `WAYS`. Raises UsageError for a machine that cannot be."""
-    if num_gpus < 1 or gpu_gigabytes <= 0:
+    if num_gpus < 1 or not 0 < gpu_gigabytes <= MOST_GIGABYTES:
         raise UsageError(f"{num_gpus} GPUs of {gpu_gigabytes:g} GB: not a machine")
     lines: list[Line] = []
     for way in WAYS:

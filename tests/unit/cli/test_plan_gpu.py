@@ -2,6 +2,7 @@
 
 import pytest
 
+from cli.commands.plan import gpu
 from cli.plan.gpu import WAYS, Line, advice, plan, read_model
 from stoa.config.load import PROJECT_ROOT
 from stoa.config.run import Learning
@@ -86,10 +87,16 @@ def test_room_grows_with_memory_and_is_whole_blocks() -> None:
     assert all(room % 256 == 0 for room in rooms)
 
 
-@pytest.mark.parametrize(("num_gpus", "size"), [(0, 80.0), (1, 0.0), (-2, 80.0)])
+@pytest.mark.parametrize(("num_gpus", "size"), [(0, 80.0), (1, 0.0), (-2, 80.0), (1, float("nan")), (1, float("inf")), (1, 1e300)])
 def test_impossible_machine_is_wrong_use(num_gpus: int, size: float) -> None:
     with pytest.raises(UsageError):
         plan(MODEL, num_gpus, size)
+
+
+@pytest.mark.parametrize("tokens", [0, -5])
+def test_micro_batch_without_a_token_is_wrong_use(tokens: int) -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        gpu(micro_batch_tokens=tokens)
 
 
 def test_folder_without_a_config_is_told(tmp_path) -> None:
