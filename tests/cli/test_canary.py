@@ -61,6 +61,7 @@ def test_still_versions_have_no_fault() -> None:
         ({"changed_fraction": 1e-6}, "delta is not empty"),
         ({"same_groups_unmoved": False}, "logprobs of the first groups have moved"),
         ({"mismatch_mean": 2e-3}, "mean |pi - mu| is 0.002"),
+        ({"mismatch_error": float("nan")}, "mean |pi - mu| is"),
     ],
 )
 def test_each_move_is_told_with_its_version(moved: dict, words: str) -> None:
