@@ -86,6 +86,8 @@ def test_a_budget_outlives_the_process_and_ends_with_its_period(tmp_path: Path) 
     assert second.spent().startswith("this month's network budget")
     now[0] = datetime(2026, 4, 1, 0, 0)
     assert second.spent() == ""
+    second.add(7)
+    assert (second.used_bytes("day"), second.used_bytes("month")) == (7, 7)
 
 
 def test_a_killed_process_forgets_less_than_a_mebibyte(tmp_path: Path) -> None:

@@ -51,6 +51,11 @@ def test_short_sweeps_widen_it_again_one_by_one_up_to_what_memory_holds() -> Non
     assert learned.most_groups == 0
 
 
+def test_a_sweep_that_was_too_long_ends_the_row_of_calm_ones() -> None:
+    narrowed = learn(Learned(0.0, 6, CALM_SWEEPS - 1), groups=6, mean_tokens=0.0, lag=6, most_lag=3, memory_groups=8)
+    assert (narrowed.most_groups, narrowed.num_calm) == (3, 0)
+
+
 def test_a_sweep_that_used_up_half_of_what_is_allowed_is_no_reason_to_widen() -> None:
     learned = Learned(0.0, 4, CALM_SWEEPS - 1)
     assert lesson(learned, 4, lag=2) == Learned(0.0, 4, 0)
