@@ -167,7 +167,7 @@ def main() -> None:
     asked = parser.parse_args()
     try:
         found = measure(asked.vectors, asked.tv, asked.kl, asked.ratio_cap)
-    except (OSError, json.JSONDecodeError, FormatError) as error:
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, FormatError) as error:
         sys.exit(f"error: {asked.vectors}: {error}")
     if asked.json:
         print(json.dumps(found))

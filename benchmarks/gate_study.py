@@ -243,6 +243,8 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--cpu-seconds", type=float, default=900.0, help="no new seed is begun beyond this")
     asked = parser.parse_args()
+    if not 1 <= asked.seeds <= max(T_QUANTILES) + 1 or asked.versions < 1:
+        parser.error(f"--seeds is from 1 to {max(T_QUANTILES) + 1}, --versions from 1 on")
     trials = study(asked.rates, ARMS, asked.seeds, asked.versions, asked.cpu_seconds)
     rows = summarise(trials)
     if asked.figure:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.dppo import measure
+from benchmarks.dppo import main, measure
 from stoa.contracts.errors import FormatError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "dppo.json"
@@ -57,6 +57,17 @@ def test_planted_fault_is_the_one_row_that_differs(tmp_path: Path, key: str, val
 def test_row_that_cannot_be_used_is_named(tmp_path: Path, row: object) -> None:
     with pytest.raises(FormatError, match="row 1"):
         measure(write(tmp_path, [BARE[0], row]), 0.2, None, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "options"),
+    [(b"\xff", ()), (b"[" * 100_000, ()), (b'{"rows": [], "thresholds": 3}', ()), (b'[{"mu": 0.5}]', ()), (b"[]", ("--tv", "nan"))],
+)
+def test_what_cannot_be_evaluated_is_one_line(content: bytes, options: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "rows.json").write_bytes(content)
+    monkeypatch.setattr("sys.argv", ["dppo", "--vectors", str(tmp_path / "rows.json"), *options])
+    with pytest.raises(SystemExit, match=r"error: .*rows\.json"):
+        main()
 
 
 def test_file_without_rows_is_refused(tmp_path: Path) -> None:

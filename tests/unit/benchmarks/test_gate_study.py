@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.gate_study import Point, Trial, interval, summarise
+from benchmarks.gate_study import Point, Trial, interval, main, summarise
 
 
 def trial(gate: str, seed: int, final: float, *, ended: int | None = None) -> Trial:
@@ -23,3 +23,11 @@ def test_difference_is_paired_by_seed_and_not_by_place() -> None:
     assert tv["minus_off"] == [0.4, 0.2]
     assert tv["worst_pass_at_1"] == [0.3, 0.3]
     assert tv["drop_rate_mean"] == 0.1
+
+
+@pytest.mark.parametrize("asked", [("--seeds", "0"), ("--seeds", "11"), ("--versions", "0")])
+def test_study_that_cannot_be_summarised_is_not_begun(asked: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["gate_study", *asked])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
