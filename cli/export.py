@@ -25,7 +25,7 @@ class Export:
 
 
 def export_mlx(document: RunDocument, store: Store, folder: Path) -> Export:
-    """Write the newest version as a folder that `mlx_lm.load` opens.
+    """Write the newest version as a folder that `mlx_lm.load` opens. It appears whole, and after it was compared.
 
     Raises UsageError if the folder holds something; ObjectMissingError before the first version; WeightsError if mlx_lm
     computes something else from it.
@@ -33,15 +33,20 @@ def export_mlx(document: RunDocument, store: Store, folder: Path) -> Export:
     _check_empty(folder)
     head, _ = read_head(store, document.run, document.public_key)
     difference = None
-    with tempfile.TemporaryDirectory() as scratch:
+    made_beside = folder if folder.exists() else folder.parent
+    made_beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=made_beside) as scratch:
         state = Puller(store, document, Path(scratch) / "weights").join(head)
-        files = Path(scratch) / "model"
+        files, out = Path(scratch) / "model", Path(scratch) / "out"
         fetch_model_files(store, document.model_files, files)
-        write_mlx_folder(state, files, folder)
+        write_mlx_folder(state, files, out)
         if find_spec("mlx_lm") is not None:
             from worker_mac.export import compare
 
-            difference = compare(state, folder)
+            difference = compare(state, out)
+        folder.mkdir(exist_ok=True)
+        for path in sorted(out.iterdir()):
+            path.replace(folder / path.name)
     return Export(f"version {head.version}", _size(folder), difference)
 
 

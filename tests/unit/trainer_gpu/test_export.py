@@ -74,14 +74,27 @@ def test_folder_with_one_wrong_tensor_is_not_called_done(tmp_path: Path) -> None
 
 
 @pytest.mark.loop
-def test_mlx_folder_with_one_wrong_tensor_is_not_called_done(store: Store, tmp_path: Path) -> None:
+def test_mlx_folder_with_one_wrong_tensor_is_not_called_done(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from worker_mac import export as mac_export
     from worker_mac.export import compare as compare_mlx
+
+    def unreadable(folder: Path) -> None:
+        raise WeightsError(f"mlx_lm cannot load {folder}")
 
     handle = start_run(store, config_of(store))
     engine = TrainerEngine(handle)
     engine.acquire(AcquireRequest("test", 1), 1, Reports())
     engine.close()
+    (tmp_path / "there").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(mac_export, "load_model", unreadable)
+        for name in ("mlx", "there"):
+            with pytest.raises(WeightsError, match="cannot load"):
+                export_mlx(handle.document, store, tmp_path / name)
+    assert not (tmp_path / "mlx").exists()
+    export_mlx(handle.document, store, tmp_path / "there")
     export_mlx(handle.document, store, tmp_path / "mlx")
+    assert sorted(p.name for p in (tmp_path / "there").iterdir()) == sorted(p.name for p in (tmp_path / "mlx").iterdir())
     state: WeightState = Puller(store, handle.document, tmp_path / "weights").join(head_of(handle))
     compare_mlx(state, tmp_path / "mlx")
     index = json.loads((tmp_path / "mlx" / "model.safetensors.index.json").read_text())
