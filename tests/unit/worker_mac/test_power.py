@@ -168,3 +168,10 @@ def test_the_battery_restarts_only_at_its_second_threshold() -> None:
         decision = decide(senses, MacHost(on_battery=True), decision)
         states.append(decision.state)
     assert states == ["full", "finish", "finish", "finish", "finish", "full", "full"]
+
+
+def test_mains_ends_what_a_low_battery_began() -> None:
+    low = decide(replace(QUIET, on_mains=False, battery_percent=40.0), MacHost(on_battery=True))
+    plugged = decide(replace(QUIET, battery_percent=60.0), MacHost(on_battery=True), low)
+    unplugged = replace(QUIET, on_mains=False, battery_percent=60.0, now_seconds=QUIET.now_seconds + 100.0)
+    assert decide(unplugged, MacHost(on_battery=True), plugged).state == "full"

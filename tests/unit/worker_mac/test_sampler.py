@@ -3,7 +3,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_mac.sampler import draw, seed_of, uniforms
+from worker_mac.sampler import Sampling, draw, filtered, seed_of, uniforms
 
 WORD = 2**64
 
@@ -84,3 +84,8 @@ def test_a_row_draws_the_same_alone_and_among_others() -> None:
         alone, its_logprob = draw(mx.array(logits[row : row + 1]), mx.array(u[row : row + 1]))
         assert alone[0].item() == tokens[row].item()
         assert its_logprob[0].item() == logprobs[row].item()
+
+
+def test_the_smallest_set_that_reaches_top_p_is_kept() -> None:
+    kept = filtered(mx.zeros((1, 4)), Sampling(top_p=0.5))  # four of a quarter each: two reach a half
+    np.testing.assert_array_equal(np.isfinite(np.array(kept)), [[True, True, False, False]])
