@@ -1,5 +1,6 @@
 """HEAD: fencing, compare-and-swap, lost replies, state changes that come between, and replies nobody should trust."""
 
+import itertools
 import threading
 import time
 
@@ -270,3 +271,20 @@ def test_overwritten_head_says_what_to_do(store: Store, data: bytes):
     with pytest.raises((FormatError, SignatureError), match="HEAD of run demo is not one") as caught:
         writer(store).acquire(2000)
     assert "older versions" in caught.value.hint
+
+
+def test_swap_that_lost_waits_before_its_next_try_too(store: Store):
+    tried_at: list[float] = []
+
+    class Late(Store):
+        def swap(self, key: str, data: bytes, etag: str | None) -> str:
+            tried_at.append(time.monotonic())
+            if len(tried_at) == 2:
+                raise PreconditionError("changed since it was read")
+            return super().swap(key, data, etag)
+
+    trainer = writer(Late(store.settings, CREDENTIALS), interval_seconds=0.2)
+    trainer.acquire(1000)
+    trainer.swap(1000, version=0)
+    assert all(later - earlier >= 0.2 for earlier, later in itertools.pairwise(tried_at))
+    assert len(tried_at) == 3

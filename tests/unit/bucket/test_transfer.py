@@ -98,3 +98,14 @@ def _held(transfer: Transfer) -> list[tuple[int, int]]:
     """The byte ranges that are not missing."""
     ends = [0, *(edge for span in transfer.missing for edge in span), SIZE]
     return [(start, end) for start, end in zip(ends[::2], ends[1::2], strict=True) if start < end]
+
+
+def test_first_answer_fixes_which_object_the_bytes_are_of_also_for_the_next_process(tmp_path: Path):
+    wanted = Wanted("k", tmp_path / "file", SIZE, hashlib.sha256(DATA).hexdigest())
+    for known in (False, True):
+        transfer = Transfer.resume(wanted)
+        transfer.open()
+        assert transfer.etag == ('"a"' if known else "")
+        assert transfer.agree('"a"')
+        assert not transfer.agree('"b"')
+        transfer.close()

@@ -221,3 +221,18 @@ def test_temporary_files_of_a_killed_publisher_are_removed_by_the_next(run: Smal
     run.publisher.close()
     assert not own.exists()
     assert time.monotonic() - started < 10
+
+
+def test_mirror_must_not_change_before_its_anchor_is_on_disk(run: SmallRun):
+    step(run)
+    background, gate = run.publisher.background, threading.Event()
+    write = background._write_parts
+    background._write_parts = lambda mirror, anchor: gate.wait(20) and write(mirror, anchor)
+    step(run, anchor=True)
+    waiting = threading.Thread(target=background.wait_for_mirror)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    gate.set()
+    waiting.join(20)
+    assert not waiting.is_alive()

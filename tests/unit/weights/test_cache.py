@@ -66,9 +66,13 @@ def test_cap_of_the_owner_is_kept_after_each_join_and_the_newest_way_in_any_case
     for puller in pullers.values():
         puller.build(run.head, 0)
     store.delete([item.key for item in store.list(f"{keys.root('small')}deltas/") if keys.parse_delta(item.key).base < 3])
+    onto_the_anchor = tmp_path / "mac-0" / "deltas" / ("00000002-00000003-" + 16 * "0" + ".safetensors.part")
+    onto_the_anchor.parent.mkdir()
+    onto_the_anchor.write_bytes(b"left behind")
     for cap, puller in pullers.items():
         assert puller.join(run.head).state_id() == run.publisher.mirror.state_id()
         assert {int(path.name) for path in (tmp_path / f"mac-{cap}" / "anchors").iterdir()} == kept[cap]
+    assert not onto_the_anchor.exists()
 
 
 def test_files_that_somebody_else_left_in_the_cache_are_passed_over(store, tmp_path):

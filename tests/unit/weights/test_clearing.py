@@ -153,3 +153,20 @@ def test_notice_that_is_torn_announces_nothing(store, tmp_path):
     store.create(key, data[: len(data) // 2])
     assert passes(run, [], (101.0,)) == 0
     assert passes(run, [], (102.0,)) > 10
+
+
+def test_what_says_that_something_is_whole_goes_before_its_parts(store, tmp_path):
+    class Noting(Store):
+        def delete(self, names) -> None:
+            gone.append(list(names))
+            super().delete(gone[-1])
+
+    gone: list[list[str]] = []
+    run = SmallRun(store, tmp_path)
+    run.publish_many(14, anchor_every=3)
+    noting = Noting(store.settings, CREDENTIALS)
+    for now in (100.0, 101.0):
+        clear(noting, run.document, [], policy_of(run.document, grace_seconds=0.0), now=now)
+    kinds = [key.endswith(".json") for key in next(names for names in gone if any("/anchors/" in key for key in names))]
+    assert kinds == sorted(kinds, reverse=True)
+    assert set(kinds) == {True, False}

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.proxy import Faults, fault_proxy, reply
 from stoa.bucket.store import Store
-from stoa.contracts.errors import ServiceUnavailableError
+from stoa.contracts.errors import ReplayedError, ServiceUnavailableError
 from stoa.weights.state import WeightState
 from stoa.weights.sync import Publisher, Puller
 from tests.servers import CREDENTIALS
@@ -91,3 +91,13 @@ def test_trainer_that_dies_while_it_loads_the_mirror_leaves_what_it_had_to_the_n
 def far_publisher(run: SmallRun, endpoint: str, folder: Path | None, *, patience_seconds: float) -> Publisher:
     store = Store(run.store.settings.model_copy(update={"endpoint": endpoint}), CREDENTIALS, patience_seconds=patience_seconds)
     return Publisher(store, run.document, run.signer, hysteresis=0.02, anchor_part_bytes=50_000, folder=folder)
+
+
+def test_old_head_of_the_same_version_put_back_is_refused_by_its_count_of_writes(store, tmp_path):
+    run = SmallRun(store, tmp_path)
+    run.publish_many(1, anchor_every=9)
+    paused = run.writer.set_state("paused", "n1")
+    assert paused.version == run.head.version
+    Puller(store, run.document, tmp_path / "mac").join(paused)
+    with pytest.raises(ReplayedError):
+        Puller(store, run.document, tmp_path / "mac").join(run.head)

@@ -177,3 +177,17 @@ def test_positions_that_differ_are_found_wherever_they_are(size: int, dtype: typ
     changed = np.unique(np.append(chance.integers(0, size, size // 50), [0, size - 1])) if size else np.empty(0, np.int64)
     right[changed] ^= dtype(1 << 4)
     assert grid.differing(left, right).tolist() == changed.tolist()
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["quick", "with a clipped group"])
+def test_code_moves_only_beyond_the_threshold_and_not_at_it(far: bool):
+    edge = np.float32(0.5 + 0.02)
+    weights = np.zeros((2, 64), dtype=np.float32)
+    weights[0, :2] = edge, np.nextafter(edge, np.float32(1))
+    weights[1, 0] = 255.75 if far else 255
+    codes = np.zeros((2, 64), dtype=np.uint8)
+    codes[1, 0] = 255
+    scales, biases = np.full((2, 1), 0x3F80, np.uint16), np.zeros((2, 1), np.uint16)
+    found = grid.scan(weights, codes, scales, biases, 0.02)
+    assert (found.positions.tolist(), found.codes.tolist()) == ([1], [1])
+    assert found.num_clipped == far

@@ -4,9 +4,11 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stoa.contracts.errors import FormatError
 from stoa.weights import grid
 from stoa.weights.chain import Plan, plan
 from stoa.weights.history import manifest_of, rebuild, walk
@@ -56,3 +58,14 @@ def test_anchor_deltas_and_roll_ups_give_one_state_id(store, tmp_path, seed: int
             codes, scales, biases = run.publisher.mirror.quantised(spec)
             assert np.array_equal(codes.reshape(-1, 64), grid.codes_of(grid.place(run.weights[spec.name], scales, biases)))
     run.publisher.close()
+
+
+@pytest.mark.parametrize("lie", [{"state_id": "0" * 64}, {"version": -7}])
+def test_parent_that_is_not_what_its_child_names_is_refused(store, tmp_path, lie: dict[str, object]):
+    run = SmallRun(store, tmp_path)
+    run.publish_many(2, anchor_every=9)
+    newest = manifest_of(store, run.document, run.head)
+    assert newest.parent is not None
+    assert len(walk(store, run.document, newest, 0)) == 2
+    with pytest.raises(FormatError, match="not the parent"):
+        walk(store, run.document, replace(newest, parent=replace(newest.parent, **lie)), 0)
