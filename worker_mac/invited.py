@@ -68,7 +68,7 @@ def enter(config: Path | None, folder: Path, *, kept: bool = False) -> Entry:
     """
     path = folder / INVITE_FILE
     if config is None and path.is_file():
-        return _by_invite(read_invite(path.read_text("ascii")), folder)
+        return _by_invite(read_invite(path.read_text("ascii", "replace")), folder)
     environ = kept_environment(folder) if kept else None
     found = load_run(config, environ=environ)
     return Entry(found, bucket_credentials(found.bucket, environ=environ), temporal_access(found.temporal, environ=environ))

@@ -10,12 +10,13 @@ import pytest
 from stoa.bucket import keys, presign
 from stoa.bucket.store import Store
 from stoa.bucket.tickets import Mint, Slots, TicketBook
-from stoa.contracts.errors import TicketError
+from stoa.contracts.errors import InviteError, TicketError
 from stoa.contracts.fleet_messages import SweepRequest
 from tests.servers import CREDENTIALS, MAC_CREDENTIALS, BucketServer
 from tests.unit.worker_mac.publishing import Publishing, Quiet, train_request
 from tests.unit.worker_mac.tasks import Dialogue
 from worker_mac.engine import MacEngine, Waits
+from worker_mac.invited import INVITE_FILE, enter
 from worker_mac.uploader import Spool, Uploader
 
 INVITE = "mac-1.0123abcd"
@@ -197,3 +198,10 @@ def test_seven_days_is_what_a_ticket_is_good_for(mint: Mint) -> None:
     assert (
         read_tickets(mint.make(INVITE, "mac-1", [Slots(0, 0, 1, 1)]), "demo", "mac-1").scope.seconds == presign.MAX_SECONDS == 7 * 24 * 3600
     )
+
+
+@pytest.mark.parametrize("left", [b"", b"\0\0", b"stoa1.\xff\xfe"])
+def test_a_damaged_invitation_is_refused_in_words(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / INVITE_FILE).write_bytes(left)
+    with pytest.raises(InviteError, match="join token"):
+        enter(None, tmp_path)
