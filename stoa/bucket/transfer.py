@@ -24,6 +24,7 @@ from stoa.contracts.errors import DiskFullError
 NOTE_BYTES: Final = 1 << 20
 """A kill loses at most this much of a range."""
 _HASH_BYTES: Final = 4 << 20
+_LONGEST_LINE: Final = 64
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -243,14 +244,14 @@ def _read_journal(wanted: Wanted) -> tuple[str, list[tuple[int, int]]]:
     try:
         head, *lines = journal_of(wanted.path).read_text(encoding="ascii").splitlines()
         *names, etag = json.loads(head)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return "", []
     if names != _names(wanted) or not isinstance(etag, str) or not etag:
         return "", []
     held: list[tuple[int, int]] = []
     for line in lines:
         start, _, end = line.partition(" ")
-        if start.isdecimal() and end.isdecimal() and int(start) < int(end) <= wanted.num_bytes:
+        if len(line) < _LONGEST_LINE and start.isdecimal() and end.isdecimal() and int(start) < int(end) <= wanted.num_bytes:
             held.append((int(start), int(end)))
     return etag, held
 

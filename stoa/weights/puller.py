@@ -216,7 +216,7 @@ class Puller:
             epoch, version, seq = (int(value) for value in json.loads(path.read_text(encoding="ascii")))
         except FileNotFoundError:
             return -1, -1, -1
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise FormatError(f"{path} is not what this program writes", hint="remove it, or the machine's state folder") from error
         return epoch, version, seq
 

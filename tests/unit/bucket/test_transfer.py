@@ -1,11 +1,13 @@
 """The journal never claims a byte that was not written, whatever was going on when the process died."""
 
 import hashlib
+import json
 import os
 import random
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,3 +111,19 @@ def test_first_answer_fixes_which_object_the_bytes_are_of_also_for_the_next_proc
         assert transfer.agree('"a"')
         assert not transfer.agree('"b"')
         transfer.close()
+
+
+@pytest.mark.parametrize("text", ["", "null", "[" * 100_000, "[1, 2]", "\0" * 64])
+def test_journal_that_holds_nonsense_claims_nothing(tmp_path: Path, text: str):
+    wanted = Wanted("k", tmp_path / "file", SIZE, hashlib.sha256(DATA).hexdigest())
+    part_of(wanted.path).write_bytes(DATA)
+    journal_of(wanted.path).write_text(text)
+    assert Transfer.resume(wanted).missing == [(0, SIZE)]
+
+
+@pytest.mark.parametrize("line", ["0 " + "9" * 5000, "7", "9 8", f"0 {SIZE + 1}", "-1 5", "\0\0 \0"])
+def test_line_of_a_journal_that_holds_nonsense_claims_nothing(tmp_path: Path, line: str):
+    wanted = Wanted("k", tmp_path / "file", SIZE, hashlib.sha256(DATA).hexdigest())
+    part_of(wanted.path).write_bytes(DATA)
+    journal_of(wanted.path).write_text(json.dumps(["k", SIZE, wanted.sha256, "etag"]) + f"\n{line}\n0 10\n")
+    assert Transfer.resume(wanted).missing == [(10, SIZE)]

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.proxy import Faults, fault_proxy, reply
 from stoa.bucket.store import Store
-from stoa.contracts.errors import ReplayedError, ServiceUnavailableError
+from stoa.contracts.errors import FormatError, ReplayedError, ServiceUnavailableError
 from stoa.weights.state import WeightState
 from stoa.weights.sync import Publisher, Puller
 from tests.servers import CREDENTIALS
@@ -101,3 +101,11 @@ def test_old_head_of_the_same_version_put_back_is_refused_by_its_count_of_writes
     Puller(store, run.document, tmp_path / "mac").join(paused)
     with pytest.raises(ReplayedError):
         Puller(store, run.document, tmp_path / "mac").join(run.head)
+
+
+@pytest.mark.parametrize("text", ["", "null", "[1, 2]", "[Infinity, 1, 2]", "[" * 100_000])
+def test_mark_that_holds_nonsense_is_a_typed_error_that_names_the_file(run: SmallRun, tmp_path, text: str):
+    (tmp_path / "mac").mkdir()
+    (tmp_path / "mac" / "high_water.json").write_text(text)
+    with pytest.raises(FormatError, match=r"high_water\.json"):
+        Puller(run.store, run.document, tmp_path / "mac")
