@@ -30,7 +30,7 @@ class Held:
         self.released = threading.Event()
         self.first: tuple[int, ...] = ()
         self.name, self.stop_ids = real.name, real.stop_ids
-        self.limits = Limits(100_000, real.limits.max_turn_tokens, 1_000_000)
+        self.limits = Limits(2_000, real.limits.max_turn_tokens, 12_000)  # what a Mac keeps memory for, times 64 episodes
 
     def question_ids(self, split: str) -> Sequence[str]:
         return self.real.question_ids(split)  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ class Held:
         self.first = self.first or (tuple(turns[0]) if question_id == self.question_id else ())
         if question_id != self.question_id or tuple(turns[0]) != self.first or self.released.is_set():
             return Reply((), True, "answered") if question_id == self.question_id else self.real.reply(question_id, turns)
-        time.sleep(0.05)  # few turns while it is held: a group has room for so many
+        time.sleep(0.2)  # few turns while it is held: an episode has room for so many
         return Reply((turns[0][0],), False, "")
 
     def score(self, question_id: str, turns: Sequence[Sequence[int]]) -> Outcome:

@@ -8,7 +8,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tests.unit.worker_mac.sessions import Control, events_of, session_of, until
 from worker_mac.uploader import Spool
 from workflows.mac_session import MacSessionWorkflow
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(290)]
 HOST = "mac-a"
 
 
@@ -57,11 +57,16 @@ class Rig:
             found.update(self.groups())
             return len(found) >= number
 
-        try:
-            await until(enough, 90.0)
-        except AssertionError as error:
-            raise AssertionError(f"{len(found)} of {number} groups; the Mac's last words: {self.log.read_text()[-3000:]}") from error
+        await self.until(enough)
         return found
+
+    async def until(self, condition: Callable[[], object], seconds: float = 120.0) -> None:
+        """Wait; a failure tells the worker's last words and how its session is."""
+        try:
+            await until(condition, seconds)
+        except AssertionError as error:
+            status = await session_of(self.client, self.run, HOST)
+            raise AssertionError(f"{error}: {status}; the Mac's last words: {self.log.read_text()[-6000:]}") from error
 
     def said(self, event: str) -> list[dict[str, Any]]:
         return [one for one in events_of(self.log) if one["event"] == event]
@@ -69,7 +74,7 @@ class Rig:
     async def sweep_is_whole(self, first: dict[str, str]) -> None:
         """Each of the eight groups is there once, and those that were there first are as they were."""
         found = await self.wait_for_groups(8)
-        await until(lambda: self.groups(1), 90.0)
+        await self.until(lambda: self.groups(1))
         assert sorted(keys.parse_group(key).group for key in found) == list(range(8))
         assert first.items() <= found.items()
 
@@ -138,7 +143,7 @@ async def test_a_mac_killed_in_a_sweep_loses_no_finished_group(rig: Rig) -> None
     slow.write_text("upload_bytes_per_second = 200\n")  # finished groups wait on disk
     spool = rig.state / "runs" / rig.run / "spool"
     with rig.worker() as process:
-        await until(lambda: spool.is_dir() and len(Spool(spool).held()) >= 3, 90.0)
+        await rig.until(lambda: spool.is_dir() and len(Spool(spool).held()) >= 3)
         process.kill()
         await asyncio.to_thread(process.wait, 10)
     held, sent = Spool(spool), await asyncio.to_thread(rig.groups)
@@ -156,12 +161,12 @@ async def test_a_mac_that_is_put_to_sleep_is_still_before_and_begins_anew_after(
     with rig.worker() as process:
         first = await rig.wait_for_groups(1)
         (rig.state / "sleep").touch()
-        await until((rig.state / "sleep-done").exists, 30.0)
+        await rig.until((rig.state / "sleep-done").exists, 60.0)
         assert rig.said("sleep_awaited")[0]["still"] is True
         still = {**await asyncio.to_thread(rig.groups), **first}
         assert len(still) < 8
         (rig.state / "wake").touch()
-        await until(lambda: rig.said("worker_begins_anew"), 30.0)
+        await rig.until(lambda: rig.said("worker_begins_anew"), 60.0)
         await rig.sweep_is_whole(first)
         assert process.poll() is None  # the same process number, which is what launchd watches
         assert subprocess.run(["kill", "-0", str(process.pid)], check=False).returncode == 0

@@ -27,7 +27,7 @@ SIGNER = Signer.from_seed(SEED)
 
 
 def token_for(
-    host: str = "attic", *, run: str = "friends", signer: Signer = SIGNER, seconds: float = 600.0, build: str = "", address: str = ""
+    host: str = "attic", *, run: str = "friends", signer: Signer = SIGNER, seconds: float = 7200.0, build: str = "", address: str = ""
 ) -> str:
     return write_invite(
         signer,

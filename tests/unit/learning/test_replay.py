@@ -101,6 +101,16 @@ def test_too_many_flat_groups_end_the_search_for_signal_and_begin_a_new_one():
     assert replay.drops == ()
 
 
+def test_what_is_dropped_while_a_step_is_taken_is_told_by_the_next():
+    replay = buffer(num_wanted=1)
+    offer(replay, "flat", plays=ALL_WRONG)
+    offer(replay, "a")
+    replay.take(version=3)
+    assert replay.drop_stale("late")
+    replay.settle()
+    assert [drop.key for drop in replay.drops] == ["late"]
+
+
 def test_enough_usable_groups_make_a_step_however_many_are_flat():
     replay = buffer(num_wanted=2, max_looked=4)
     for number in range(20):

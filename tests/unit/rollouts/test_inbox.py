@@ -1,5 +1,7 @@
 """Arrivals are told once, in order, from one listing of a real bucket."""
 
+import time
+
 from stoa.bucket import keys
 from stoa.rollouts.inbox import Inbox
 
@@ -24,6 +26,13 @@ def test_each_group_is_told_once_oldest_version_first(store):
     assert arrival.named == keys.GroupKey(RUN, 3, "mac-a", 1, 0)
     assert arrival.num_bytes == len(late)
     assert arrival.modified_at > 1.7e9
+
+
+def test_of_one_version_what_arrived_first_comes_first(store):
+    first = put(store, 3, "mac-b", 0)
+    time.sleep(1.1)  # a bucket's clock may tell whole seconds
+    second = put(store, 3, "mac-a", 0)
+    assert [arrival.key for arrival in Inbox(store, RUN).look()] == [first, second]
 
 
 def test_versions_before_the_window_are_not_listed(store):

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_ranks_listen_on_loopback_only_are_started_again_and_end_when_asked(rank
 @pytest.mark.timeout(299)
 def test_rank_lost_in_the_middle_of_a_step_costs_no_group_and_trains_none_twice(bucket_server: BucketServer, tmp_path: Path) -> None:
     """The second killed, then the first frozen: each time all end, all are started again, and the step is taken once."""
-    store = bucket_server.store(f"lost-rank-{os.getpid()}")
+    store = bucket_server.store(f"lost-rank-{secrets.token_hex(4)}")
     store.ensure_bucket()
     handle = start(store, config_of(store, groups_per_step=3, micro_batch_tokens=600, learning_rate=1e-3))
     player = TrainerEngine(handle)

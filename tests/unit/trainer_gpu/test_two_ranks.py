@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def engines() -> Iterator[list[TrainerEngine]]:
 def test_two_ranks_train_save_restore_and_publish_as_one(
     expert: int, bucket_server: BucketServer, tmp_path: Path, engines: list[TrainerEngine]
 ) -> None:
-    one, two = (bucket_server.store(f"ranks-{who}-{expert}-{os.getpid()}") for who in ("one", "two"))
+    one, two = (bucket_server.store(f"ranks-{who}-{expert}-{secrets.token_hex(4)}") for who in ("one", "two"))
     handles: list[RunHandle] = []
     for store, share in ((one, 1), (two, expert)):
         store.ensure_bucket()
