@@ -6,7 +6,7 @@ bytes twice. A kill at any moment loses what came after the last line of the jou
 lines for bytes that never reached the disk, which the sha256 finds.
 
 The journal, beside the part, is text: a JSON line of key, size, sha256 and etag, then a line `start end` for every run
-of bytes that was written. A line that is cut off, or holds nonsense, ends it.
+of bytes that was written. A line that is cut off, or holds nonsense, claims nothing.
 """
 
 import errno

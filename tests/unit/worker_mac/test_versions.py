@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stoa.bucket.store import Store
-from stoa.contracts.errors import WrongStateError
+from stoa.contracts.errors import ObjectMissingError, WrongStateError
 from tests.unit.worker_mac.policies import TINY
 from tests.unit.worker_mac.publishing import Publishing
 from worker_mac.versions import Versions
@@ -88,6 +88,18 @@ def test_update_by_way_of_an_anchor_needs_no_second_copy(publishing: Publishing,
     assert middle.version == 1
     assert (served.version, served.live.state.state_id()) == (2, state_id)
     assert served.live.state.arrays[served.live.state.layout.quantised[0].name].__array_interface__["data"] == memory
+
+
+def test_mac_without_a_way_plays_on_only_what_may_still_be_trained_on(publishing: Publishing, versions: Versions):
+    state_id = publishing.publish()
+    newest(versions)
+    publishing.publish()
+    store = publishing.store
+    store.delete([item.key for kind in ("deltas", "anchors") for item in store.list(f"runs/demo/{kind}/")])
+    served, _ = versions.newest(versions.head(), 0)
+    assert (served.version, served.live.state.state_id()) == (0, state_id)
+    with pytest.raises(ObjectMissingError):
+        versions.newest(versions.head(), 1)
 
 
 def test_model_computes_with_what_was_written_in_place(publishing: Publishing, versions: Versions):
