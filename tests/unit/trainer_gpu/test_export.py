@@ -18,10 +18,13 @@ from stoa.weights.state import WeightState
 from stoa.weights.sync import Puller
 from tests.unit.trainer_gpu.player import POLICY
 from tests.unit.trainer_gpu.runs import Reports, config_of, head_of, ship_sweep, start_run
+from trainer_gpu.checkpoint import save_parts
 from trainer_gpu.convert import load_hub
 from trainer_gpu.engine import TrainerEngine
-from trainer_gpu.export import compare
+from trainer_gpu.export import compare, fill
 from trainer_gpu.model import build_model, read_model_config
+from trainer_gpu.state import BUFFER, MASTER
+from trainer_gpu.weights import saved_buffers
 
 
 @pytest.mark.loop
@@ -71,6 +74,16 @@ def test_folder_with_one_wrong_tensor_is_not_called_done(tmp_path: Path) -> None
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="transformers computes other logits"):
         compare(model, config, tmp_path)
+
+
+def test_checkpoint_without_one_weight_is_not_exported(store: Store) -> None:
+    model = build_model(read_model_config(POLICY), torch.float32)
+    tensors = {f"{MASTER}.{name}": parameter for name, parameter in model.named_parameters()}
+    tensors |= {f"{BUFFER}.{name}": buffer for name, buffer in saved_buffers(model).items()}
+    fill(model, store, save_parts(store, "test", 1, 1, tensors, part_bytes=1 << 20))
+    del tensors[f"{MASTER}.decoder.final_layernorm.weight"]
+    with pytest.raises(CheckpointError, match=r"lacks 1 weights: decoder\.final_layernorm"):
+        fill(model, store, save_parts(store, "test", 1, 2, tensors, part_bytes=1 << 20))
 
 
 @pytest.mark.loop

@@ -93,6 +93,11 @@ def test_gradient_equals_autograd_of_the_formula_one_episode_at_a_time(groups: l
     assert worst < 1e-5
 
 
+def test_gradient_is_over_what_was_planned_and_not_over_what_came(groups: list[Group]) -> None:
+    (_, whole), (_, half) = step(groups, planned_sequences=24), step(groups, planned_sequences=48)
+    assert half.metrics["grad_norm"] == pytest.approx(whole.metrics["grad_norm"] / 2, rel=1e-5)
+
+
 def test_stale_logprobs_are_gated_and_counted(groups: list[Group]) -> None:
     """Mu doubled in odds against pi: positive advantages on likely tokens move too far and are dropped."""
     shifted = [replace(g, episodes=tuple(replace(e, logprobs=np.log(np.exp(e.logprobs) * 0.5)) for e in g.episodes)) for g in groups]
