@@ -58,6 +58,7 @@ _TELL_SECONDS: Final = 2.0
 _SHA256 = "sha256"
 _SETUP_HINT = "run `stoa setup`, or set STOA_BUCKET_NAME to a bucket that is there"
 _ACCESS_HINT = "set STOA_BUCKET_KEY and STOA_BUCKET_SECRET to a key that may use this bucket"
+_PORTAL_HINT = "something on the way answers for the bucket"
 _ENDPOINT_HINT = "start the bucket (`stoa services` on this machine), or set STOA_BUCKET_ENDPOINT"
 
 
@@ -230,7 +231,7 @@ class Store:
             reply["Body"].close()
             raise ServiceUnavailableError(
                 f"{self.name}/{key}: asked for {span}, the server sent {came or 'no range'}",
-                hint="something on the way answers for the bucket",
+                hint=_PORTAL_HINT,
             )
         self.meters.add(kind_of(key), down=0)
         size = int(whole_bytes) if whole_bytes.isdecimal() else -1
@@ -334,6 +335,9 @@ class Store:
                 if _status(error) == 304:
                     return None
                 raise
+            if "ETag" not in reply or "ContentLength" not in reply:
+                reply["Body"].close()
+                raise ServiceUnavailableError(f"{self.name}/{key}: what the server sent is no object", hint=_PORTAL_HINT)
             num_bytes = int(reply["ContentLength"])
             if num_bytes > max_bytes:
                 reply["Body"].close()
@@ -397,6 +401,8 @@ class Store:
             raise AccessDeniedError(f"{self.name}: no key for the bucket", hint=_ACCESS_HINT) from error
         except (NoConnectionError, HTTPClientError, IncompleteReadError, OSError) as error:
             raise self._unavailable(error) from error
+        except RecursionError as error:  # botocore asks for the bucket's region, and is redirected again
+            raise ServiceUnavailableError(f"{self.name} sends us elsewhere without end", hint=_PORTAL_HINT) from error
         except BotoCoreError as error:
             raise BucketError(f"{self.name}/{key}: {error}") from error
 

@@ -6,6 +6,7 @@ import time
 import pytest
 from botocore.awsrequest import AWSResponse
 
+from benchmarks.proxy import fault_proxy
 from stoa.bucket.store import Store, kind_of
 from stoa.config.load import Credentials
 from stoa.config.run import Bucket
@@ -322,3 +323,23 @@ def test_refusals_of_a_conditional_write_become_typed_errors(status: int, code: 
     with pytest.raises(error, match=told) as caught:
         store.swap("k/a", b"data", '"etag"')
     assert type(caught.value) is error
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 15\r\nContent-Type: text/html\r\n\r\n<html>log in</h",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://login.invalid/\r\nContent-Length: 0\r\n\r\n",
+    ],
+    ids=["page", "page in chunks", "redirect"],
+)
+def test_login_page_in_place_of_the_bucket_may_pass(store: Store, answer: bytes):
+    store.create("k/d", b"12345")
+    with fault_proxy(store.settings.endpoint) as (proxy, endpoint):
+        far = Store(store.settings.model_copy(update={"endpoint": endpoint}), CREDENTIALS)
+        proxy.answer = lambda seen: answer
+        with pytest.raises(ServiceUnavailableError):
+            far.get_if_changed("k/d", "", max_bytes=100)
+        proxy.answer = None
+        assert far.get("k/d", max_bytes=100).data == b"12345"
