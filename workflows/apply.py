@@ -69,6 +69,7 @@ def _(event: Acquired, state: RunProgress, rules: RunInput, now: float) -> RunPr
         published_step=event.step,
         checkpoint_step=event.step,
         version=event.version,
+        arrived_version=event.version,
         head_state=event.head_state,
         starved_reason="",
         num_gpus=event.num_gpus,
@@ -173,9 +174,11 @@ def _facts(published: Published, reward_mean: float, now: float) -> VersionFacts
 
 
 def _arrived(state: RunProgress, published: Published) -> RunProgress:
-    """A version's size is known once it has arrived, which the next one tells."""
+    """A version's size is known once it has arrived, which the next one tells; one that was waited for has arrived."""
+    newest = published.version if published.manifest_key else published.arrived_version
     return replace(
         state,
+        arrived_version=max(state.arrived_version, newest),
         versions=tuple(
             replace(row, delta_bytes=published.arrived_delta_bytes) if row.version == published.arrived_version else row
             for row in state.versions

@@ -177,7 +177,7 @@ class RunWorkflow:
             case plan.FindLease():
                 return await call(names.FIND_LEASE, LeaseQuestion(rules.run), LeaseFound, limits.CONTROL)
             case plan.Acquire():
-                request = AcquireRequest(rules.run, command.lease_number, state.version, state.strict_leases)
+                request = AcquireRequest(rules.run, command.lease_number, state.arrived_version, state.strict_leases)
                 queue = names.gpu_queue(rules.run)
                 return await self._trainer(
                     names.ACQUIRE_TRAINER, request, Acquired, limits.acquire(silence), queue, f"lease {command.lease_number}"

@@ -100,6 +100,8 @@ class RunProgress:
     reward_mean: float = 0.0
     reward_published: float = 0.0
     starved_reason: str = ""
+    arrived_version: int = -1
+    """Newest version that HEAD is known to have named: those after it are on their way, and lost with their lease."""
     anchored_version: int = -1
     """Last version that this run saw published with an anchor."""
     anchor_wanted: bool = False

@@ -139,6 +139,20 @@ async def test_target_on_held_out_questions_ends_the_run(skipping: WorkflowEnvir
     assert result.step < 40
 
 
+async def test_lease_lost_with_a_version_on_its_way_is_taken_from_the_version_before_it(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client, waits_for_versions=False)
+
+    def forget_once(request: object) -> StepResult | None:
+        if world.step == 6 and len(world.acquisitions) == 1:
+            raise error("LostStateError", hopeless=True)
+        return None
+
+    world.on_step = forget_once
+    async with running(skipping, rules(), world) as handle:
+        await handle.result()
+    assert [request.min_version for request in world.acquisitions] == [-1, 0]
+
+
 async def test_lost_memory_takes_the_run_anew_with_a_higher_lease_and_redoes_unsaved_steps(skipping: WorkflowEnvironment) -> None:
     world = World(skipping.client)
     failed: list[int] = []

@@ -95,6 +95,7 @@ class World:
     on_admit: Callable[[AdmitRequest], Admitted | None] = lambda _: None
     on_census: Callable[[CensusRequest], Census | None] = lambda _: None
     on_evaluation: Callable[[EvaluationStart], EvaluationResult | None] = lambda _: None
+    waits_for_versions: bool = True
     step_gate: asyncio.Event | None = None
     sweep_gate: asyncio.Event | None = None
     held_from: int | None = None
@@ -143,7 +144,7 @@ class World:
         self.version += 1
         self.saved_step = request.step if request.checkpoint else self.saved_step
         self.published.append((self.version, request.step, request.anchor, request.checkpoint))
-        return Published(self.version, request.step, f"manifest-{self.version}")
+        return Published(self.version, request.step, f"manifest-{self.version}" if self.waits_for_versions else "")
 
     @activity.defn(name=names.CHECKPOINT)
     async def checkpoint(self, request: CheckpointRequest) -> Checkpointed:

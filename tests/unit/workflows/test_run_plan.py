@@ -385,6 +385,18 @@ def test_joins_a_version_are_counted_of_macs_that_come_without_weights() -> None
     assert (round(state.joins_a_version, 3), state.num_joins, state.delta_bytes) == (0.2, 0, 77)
 
 
+def test_version_on_its_way_is_not_one_that_head_must_name() -> None:
+    """Its lease may be lost before it arrives; the next one begins from the version before it, and nobody put HEAD back."""
+    state = apply(Acquired(1001, "box", "q", 0, 3, anchor_version=0), RunProgress(0.0), RULES, 1.0)
+    assert (state.version, state.arrived_version) == (3, 3)
+    state = apply(VersionPublished(Published(4, 4, "", arrived_version=3), True), state, RULES, 2.0)
+    assert (state.version, state.arrived_version) == (4, 3)
+    state = apply(VersionPublished(Published(5, 8, "", arrived_version=4), True), state, RULES, 3.0)
+    assert (state.version, state.arrived_version) == (5, 4)
+    waited_for = apply(VersionPublished(Published(6, 12, "manifest", arrived_version=6), True), state, RULES, 4.0)
+    assert (waited_for.version, waited_for.arrived_version) == (6, 6)
+
+
 def test_versions_are_remembered_with_their_size_and_result() -> None:
     state = apply(Acquired(1001, "box", "q", 0, 0, anchor_version=0), RunProgress(0.0), RULES, 1.0)
     state = apply(VersionPublished(Published(1, 4, "m"), False), replace(state, reward_mean=0.25), RULES, 2.0)
