@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -14,6 +15,8 @@ WHOLE_RUNS = "whole runs"
 PLAY_WHOLE_RUNS = ("tests/loop/", "tests/faults/", "tests/cli/")
 REAL_TIME = ("tests/workflows/", "tests/cli/", "tests/unit/activities/", "tests/unit/worker_mac/", "tests/unit/trainer_gpu/test_worker.py")
 
+hypothesis.settings.register_profile("project", deadline=None)  # how long one example takes is the machine's affair
+hypothesis.settings.load_profile("project")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background job is started; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
