@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 WHOLE_RUNS = "whole runs"
 PLAY_WHOLE_RUNS = ("tests/loop/", "tests/faults/", "tests/cli/")
-REAL_TIME = ("tests/workflows/", "tests/cli/", "tests/unit/activities/", "tests/unit/worker_mac/", "tests/unit/trainer_gpu/test_worker.py")
 
 hypothesis.settings.register_profile("project", deadline=None)  # how long one example takes is the machine's affair
 hypothesis.settings.load_profile("project")
@@ -26,13 +25,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first: whole runs, which one process plays one after another, then other files of long tests, then the rest.
 
-    What plays against real servers in real time gets a second chance, which the summary names: a shared machine may stand still
-    for longer than any of their waits.
+    Each gets a second chance, which the summary names: most play against real servers and sockets in real time, and a shared machine
+    may stand still for longer than any wait. What is wrong fails twice.
     """
     items.sort(key=lambda item: (_share_of(item.nodeid) != WHOLE_RUNS, not _is_long(item.nodeid)))
     for item in items:
-        if _is_long(item.nodeid) or item.nodeid.startswith(REAL_TIME):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+        item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -111,7 +111,7 @@ def test_refused_line_resets_old_and_new_connections(echo: str) -> None:
                 while connection.recv(16):
                     pass
                 raise ConnectionResetError  # an orderly end counts as well
-            with connect(address) as late, pytest.raises(ConnectionError):
+            with pytest.raises(ConnectionError), connect(address) as late:  # or it is refused while it connects
                 late.sendall(b"x")
                 if not late.recv(16):
                     raise ConnectionResetError
