@@ -8,56 +8,19 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from benchmarks.wired_cases import STOCK
 from stoa.contracts.errors import WiredError
 from tests.unit.worker_mac.policies import DENSE, TINY
 from tests.unit.worker_mac.wired import QueueLink
 from worker_mac.cluster.stock import StockStage
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 96,
-    "tie_word_embeddings": False,
-}
-QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 16, "rope_theta": 1e6, "max_position_embeddings": 512, "tie_word_embeddings": True}
-OLMOE = LLAMA | {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4}
-NEMOTRON_H = LLAMA | {
-    "model_type": "nemotron_h",
-    "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "moe"],
-    "max_position_embeddings": 512,
-    "attention_bias": False,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "mamba_proj_bias": False,
-    "ssm_state_size": 32,
-    "conv_kernel": 4,
-    "n_groups": 2,
-    "mlp_bias": False,
-    "layer_norm_epsilon": 1e-5,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "moe_intermediate_size": 64,
-    "moe_shared_expert_intermediate_size": 64,
-    "n_group": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-}
-SLIDING = LLAMA | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+SLIDING = STOCK["llama"] | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
 CASES = {
-    "llama": (LLAMA, (2,)),
+    "llama": (STOCK["llama"], (2,)),
     "sliding": (SLIDING, (1, 3)),
-    "qwen3": (QWEN3, (1, 3)),
-    "olmoe": (OLMOE, (3,)),
-    "nemotron_h": (NEMOTRON_H, (2, 4)),
+    "qwen3": (STOCK["qwen3"], (1, 3)),
+    "olmoe": (STOCK["olmoe"], (3,)),
+    "nemotron_h": (STOCK["nemotron_h"], (2, 4)),
     "lfm2_moe": (TINY, (1,)),
     "lfm2": (DENSE, (2,)),
 }
@@ -101,7 +64,7 @@ def test_a_cut_stock_model_is_bit_equal_to_the_whole(name: str, bits: int) -> No
 
 
 def test_a_family_that_is_not_known_is_refused() -> None:
-    model = model_of(LLAMA, 16)
+    model = model_of(STOCK["llama"], 16)
     model.model_type = "gpt_bigcode"
     with pytest.raises(WiredError, match="gpt_bigcode cannot be split"):
         StockStage(model, range(2), QueueLink(queue.Queue(), queue.Queue()))
