@@ -58,7 +58,8 @@ class Reply:
 class Outcome:
     """The score of one whole episode.
 
-    `parts` holds at least exact_match, cover, strict_cover, searched and malformed (each 0 or 1) and num_calls.
+    `parts` holds at least exact_match, cover, strict_cover, searched and malformed (each 0 or 1) and num_calls; where calls
+    can find nothing, also num_empty, how many did.
     """
 
     reward: float

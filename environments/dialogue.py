@@ -24,6 +24,8 @@ class Progress:
 
     reply: Reply
     num_calls: int
+    num_empty: int
+    """Of the calls, those that found nothing."""
     num_malformed: int
     truncated: bool
     """The last turn has no end: it ran into a limit."""
@@ -36,10 +38,11 @@ class Progress:
 
     @property
     def parts(self) -> dict[str, float]:
-        """What every task reports of an episode: searched and malformed (0 or 1), and num_calls."""
+        """What every task reports of an episode: searched and malformed (0 or 1), num_calls and num_empty."""
         return {
             "searched": float(self.num_calls > 0),
             "num_calls": float(self.num_calls),
+            "num_empty": float(self.num_empty),
             "malformed": float(self.reply.stop_reason == "malformed"),
         }
 
@@ -56,8 +59,8 @@ class _Read:
 class ToolDialogue:
     """The rules of one environment. All methods are pure, and safe from any thread, as far as its tools are.
 
-    `run_tool(call)` gives the message that answers a call, or None if it is no call of the environment's tools;
-    `answer_of(text)` gives the answer that a turn without calls holds, or None if it holds none. A malformed turn ends the
+    `run_tool(call)` gives the message that answers a call, or None if it is no call of the environment's tools; `nothing` is
+    the message of a call that found nothing, which is counted. `answer_of(text)` gives the answer that a turn without calls holds, or None if it holds none. A malformed turn ends the
     episode, unless `correction` is given: then up to `max_corrections` of them are answered with that message. A turn
     without its end cannot be answered.
     """
@@ -70,11 +73,12 @@ class ToolDialogue:
         answer_of: Callable[[str], str | None],
         max_calls: int = 0,
         run_tool: Callable[[ToolCall], Message | None] = lambda call: None,
+        nothing: Message | None = None,
         correction: Message | None = None,
         max_corrections: int = 0,
     ) -> None:
         self._renderer, self._limits, self._max_calls = renderer, limits, max_calls
-        self._run_tool, self._answer_of = run_tool, answer_of
+        self._run_tool, self._nothing, self._answer_of = run_tool, nothing, answer_of
         self._correction = None if correction is None else renderer.follow([correction])
         self._max_corrections = max_corrections
         # Trouble of a tool is raised, and what raises is not remembered.
@@ -94,32 +98,33 @@ class ToolDialogue:
         return states[-1]
 
     def _play(self, num_tokens: int, turns: Sequence[Sequence[int]]) -> Iterator[Progress]:
-        num_calls = num_malformed = 0
+        num_calls = num_empty = num_malformed = 0
         for ids in turns:
-            state = self._step(self._read(tuple(ids)), num_calls, num_malformed, num_tokens + len(ids))
+            state = self._step(self._read(tuple(ids)), num_calls, num_empty, num_malformed, num_tokens + len(ids))
             yield state
             if state.reply.done:
                 return
             num_tokens += len(ids) + len(state.reply.ids)
-            num_calls, num_malformed = state.num_calls, state.num_malformed
+            num_calls, num_empty, num_malformed = state.num_calls, state.num_empty, state.num_malformed
 
-    def _step(self, read: _Read, num_calls: int, num_malformed: int, num_tokens: int) -> Progress:
+    def _step(self, read: _Read, num_calls: int, num_empty: int, num_malformed: int, num_tokens: int) -> Progress:
         truncated = read.turn.fault == Fault.TRUNCATED
         if read.results is None:
             num_malformed += 1
             if self._correction is None or truncated or num_malformed > self._max_corrections:
-                return Progress(Reply((), True, "malformed"), num_calls, num_malformed, truncated, "")
+                return Progress(Reply((), True, "malformed"), num_calls, num_empty, num_malformed, truncated, "")
             ids = self._correction
         elif read.answer is not None:
-            return Progress(Reply((), True, "answered"), num_calls, num_malformed, False, read.answer)
+            return Progress(Reply((), True, "answered"), num_calls, num_empty, num_malformed, False, read.answer)
         elif num_calls + len(read.results) > self._max_calls:
-            return Progress(Reply((), True, "call_limit"), num_calls, num_malformed, False, "")
+            return Progress(Reply((), True, "call_limit"), num_calls, num_empty, num_malformed, False, "")
         else:
             num_calls += len(read.results)
+            num_empty += read.results.count(self._nothing) if self._nothing is not None else 0
             ids = self._renderer.follow(read.results)
         if num_tokens + len(ids) + self._limits.max_turn_tokens > self._limits.max_episode_tokens:
-            return Progress(Reply((), True, "token_limit"), num_calls, num_malformed, False, "")
-        return Progress(Reply(ids, False, ""), num_calls, num_malformed, False, "")
+            return Progress(Reply((), True, "token_limit"), num_calls, num_empty, num_malformed, False, "")
+        return Progress(Reply(ids, False, ""), num_calls, num_empty, num_malformed, False, "")
 
     def _read_turn(self, ids: tuple[int, ...]) -> _Read:
         turn = read_turn(self._renderer, ids)

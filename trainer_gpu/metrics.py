@@ -180,6 +180,7 @@ def group_metrics(groups: Sequence[Group], version: int, max_staleness: int) -> 
         "malformed_rate": _part_mean(groups, "malformed"),
         "unanswered_rate": float(np.mean([episode.reward_parts.get("answer_words", 1.0) == 0 for episode in episodes])),
         "num_calls_mean": _part_mean(groups, "num_calls"),
+        "empty_retrieval_rate": _part_mean(groups, "num_empty") / max(_part_mean(groups, "num_calls"), 1.0 / len(episodes)),
         "answer_words_mean": _part_mean(groups, "answer_words"),
         "turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
         "episode_tokens_mean": float(np.mean([len(episode.ids) for episode in episodes])),

@@ -73,6 +73,7 @@ def create(settings: Mapping[str, Setting], tokenizer_json: bytes) -> Environmen
         answer_of=prompts.answer_of,
         max_calls=asked.max_calls,
         run_tool=lambda call: _search(call, retriever, asked),
+        nothing=prompts.result_message(()),
         correction=prompts.CORRECTION,
         max_corrections=asked.max_corrections,
     )

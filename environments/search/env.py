@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from environments.base import Environment, Limits, Outcome, Question, Setting, in_range, one_of, read_settings
 from environments.dialogue import DialogueEnvironment, Progress, ToolDialogue
 from environments.search.corpus import MAX_ENTITIES, build_world
-from environments.search.prompts import ANSWER_MARK, question_messages
+from environments.search.prompts import ANSWER_MARK, question_messages, result_message
 from environments.search.questions import build_questions
 from environments.search.reward import METRICS, match
 from environments.search.tools import SearchTool
@@ -74,7 +74,8 @@ def create(settings: Mapping[str, Setting], tokenizer_json: bytes) -> Environmen
     limits = Limits(asked.max_calls + 1, asked.max_turn_tokens, asked.max_episode_tokens)
     world = build_world(asked.world_seed, asked.num_entities)
     tool = SearchTool([entity.abstract for entity in world], asked.top_k)
-    dialogue = ToolDialogue(renderer, limits, answer_of=_answer_of, max_calls=asked.max_calls, run_tool=tool.run)
+    nothing = result_message(())
+    dialogue = ToolDialogue(renderer, limits, answer_of=_answer_of, max_calls=asked.max_calls, run_tool=tool.run, nothing=nothing)
     return DialogueEnvironment(
         NAME,
         build_questions(world, asked.num_held_out),

@@ -92,6 +92,7 @@ CATALOGUE: Final = (
     Metric("malformed_rate", "", "lower", "the share of episodes that a malformed turn ended"),
     Metric("unanswered_rate", "", "lower", "the share of episodes that ended without an answer"),
     Metric("num_calls_mean", "calls", "neither", "the mean number of tool calls of an episode"),
+    Metric("empty_retrieval_rate", "", "lower", "the share of tool calls that found nothing"),
     Metric("answer_words_mean", "", "neither", "the mean number of words of an answer"),
     Metric("turns_mean", "turns", "neither", "the mean number of turns of an episode"),
     Metric("episode_tokens_mean", "tokens", "neither", "the mean length of an episode, prompt and results included"),

@@ -82,7 +82,7 @@ def test_search_finds_the_paper_and_the_right_answer_is_paid(papers: Environment
     outcome = papers.score(asked, turns)
     assert outcome.reward == 1.0
     assert outcome.parts == {
-        "exact_match": 1.0, "cover": 1.0, "strict_cover": 1.0, "searched": 1.0, "num_calls": 1.0, "malformed": 0.0,
+        "exact_match": 1.0, "cover": 1.0, "strict_cover": 1.0, "searched": 1.0, "num_calls": 1.0, "num_empty": 0.0, "malformed": 0.0,
         "num_malformed": 0.0, "truncated": 0.0, "too_long": 0.0, "answer_words": 1.0,
     }  # fmt: skip
 
@@ -93,6 +93,8 @@ def test_passages_are_cut_to_the_setting_and_counted_by_rank(asked: str) -> None
     lines = found.removeprefix("\n<|im_start|>tool\n").removesuffix("<|im_end|>\n<|im_start|>assistant\n").split("\n\n")
     assert [line[:4] for line in lines] == ["[1] ", "[2] "] and all(len(line) == 34 for line in lines)
     assert "No abstract was found." in read(short.reply(asked, [call("???")]).ids)
+    parts = short.score(asked, [call("???"), call(short.question(asked).text), answer("insulin")]).parts
+    assert (parts["num_calls"], parts["num_empty"]) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize(

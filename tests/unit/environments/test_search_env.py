@@ -52,9 +52,18 @@ def test_search_then_right_answer_earns_one(search: Environment, write: Write) -
         "strict_cover": 1.0,
         "searched": 1.0,
         "num_calls": 1.0,
+        "num_empty": 0.0,
         "malformed": 0.0,
         "answer_words": 1.0,
     }
+
+
+def test_searches_that_find_nothing_are_counted(search: Environment, write: Write) -> None:
+    """No abstract has the word of the second query, and the third has none."""
+    turns = [write(call(NAME)), write(call("which")), write(call("?")), write(answer(ANSWER))]
+    parts = search.score(QUESTION, turns).parts
+    assert (parts["num_calls"], parts["num_empty"]) == (3.0, 2.0)
+    assert search.score(QUESTION, turns[-1:]).parts["num_empty"] == 0.0
 
 
 def test_guess_without_a_search_is_scored_as_such(search: Environment, write: Write) -> None:

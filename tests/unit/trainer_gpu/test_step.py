@@ -14,7 +14,7 @@ from stoa.rollouts.records import Group
 from stoa.telemetry.metrics import find
 from tests.unit.trainer_gpu.player import POLICY, group_of, play, search
 from trainer_gpu.convert import load_hub
-from trainer_gpu.metrics import Tokens, group_mismatch, host_metrics, place_metrics
+from trainer_gpu.metrics import Tokens, group_metrics, group_mismatch, host_metrics, place_metrics
 from trainer_gpu.model import build_model, read_model_config, recorded_routing, token_logprobs_packed
 from trainer_gpu.parallel import Trainable, build_optimizer
 from trainer_gpu.rows import share
@@ -246,3 +246,15 @@ def test_mismatch_of_a_group_by_hand() -> None:
     assert found.k3 == pytest.approx((0.0268564 + 0.0 + 0.0945349 + 0.1931472) / 4, abs=1e-6)
     assert found.far_share == pytest.approx(3 / 4)
     assert 0.29 < found.p99 <= 0.3 + 1e-12
+
+
+def test_searches_that_found_nothing_are_told_as_a_share_of_all_searches(groups: list[Group]) -> None:
+    """Six searches of which three found nothing, in 8 episodes of which four searched: 3 / 6, whatever the episodes are."""
+    calls = [(3.0, 2.0), (1.0, 1.0), (1.0, 0.0), (1.0, 0.0), *[(0.0, 0.0)] * 4]
+    told = tuple(
+        replace(e, reward_parts={**e.reward_parts, "num_calls": num, "num_empty": empty})
+        for e, (num, empty) in zip(groups[0].episodes, calls, strict=True)
+    )
+    assert group_metrics([replace(groups[0], episodes=told)], 3, 3)["empty_retrieval_rate"] == pytest.approx(0.5)
+    idle = tuple(replace(e, reward_parts={}) for e in told)
+    assert group_metrics([replace(groups[0], episodes=idle)], 3, 3)["empty_retrieval_rate"] == 0.0
