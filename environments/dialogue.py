@@ -60,9 +60,9 @@ class ToolDialogue:
     """The rules of one environment. All methods are pure, and safe from any thread, as far as its tools are.
 
     `run_tool(call)` gives the message that answers a call, or None if it is no call of the environment's tools; `nothing` is
-    the message of a call that found nothing, which is counted. `answer_of(text)` gives the answer that a turn without calls holds, or None if it holds none. A malformed turn ends the
-    episode, unless `correction` is given: then up to `max_corrections` of them are answered with that message. A turn
-    without its end cannot be answered.
+    the message of a call that found nothing, which is counted. `answer_of(text)` gives the answer that a turn without calls
+    holds, or None if it holds none. A malformed turn ends the episode, unless `correction` is given: then up to
+    `max_corrections` of them are answered with that message. A turn without its end cannot be answered.
     """
 
     def __init__(
