@@ -43,6 +43,12 @@ class GrantActivities:
                 return await self._wait(request, progress)
             except StoaError as error:
                 raise application_error(error) from error
+            except asyncio.CancelledError:
+                told = activity.cancellation_details()
+                if told is not None and told.not_found:
+                    # Its session is over, as at the end of every run: nobody waits for an answer, and none is sent.
+                    activity.raise_complete_async()
+                raise
             finally:
                 self._num_waiting -= 1
 

@@ -83,6 +83,7 @@ def test_demo_ends_at_its_last_step_reports_and_leaves_nothing(tmp_path: Path) -
         assert part in said
     assert nothing_left(out)
     logs = "".join(path.read_text(errors="replace") for path in (out / "logs").iterdir())
+    assert "Traceback" not in logs, "a clean end is told as one"
     for secret in ("stoa-on-loopback", (out / "state" / "signing.key").read_text().strip()):
         assert secret not in logs + said
 

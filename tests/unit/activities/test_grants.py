@@ -1,7 +1,10 @@
 """A grant that had to be waited for says what was waited for."""
 
+import asyncio
 from collections.abc import Sequence
 
+import pytest
+from temporalio.activity import ActivityCancellationDetails
 from temporalio.testing import ActivityEnvironment
 
 from activities.grants import GrantActivities
@@ -43,3 +46,23 @@ async def test_grant_after_a_wait_says_what_for() -> None:
 
 async def test_wait_in_vain_ends_with_its_reason() -> None:
     assert await ask(FULL, wait_seconds=0.0) == FULL
+
+
+async def _cancelled(why: ActivityCancellationDetails) -> BaseException:
+    """What a wait for room ends with when it is cancelled."""
+    room = ActivityEnvironment()
+    waiting = asyncio.create_task(room.run(GrantActivities(Granter((FULL,))).grant, GrantRequest("r", "mac-1", 3, 1, 60.0)))
+    await asyncio.sleep(0.05)
+    room.cancel(why)
+    with pytest.raises(BaseException) as ended:
+        await waiting
+    return ended.value
+
+
+async def test_wait_of_a_session_that_is_over_ends_without_an_answer_and_without_a_failure() -> None:
+    ended = await _cancelled(ActivityCancellationDetails(not_found=True))
+    assert type(ended).__name__ == "_CompleteAsyncError", "any other end is logged with a traceback at the end of a clean run"
+
+
+async def test_wait_that_its_session_cancels_is_cancelled() -> None:
+    assert isinstance(await _cancelled(ActivityCancellationDetails(cancel_requested=True)), asyncio.CancelledError)
