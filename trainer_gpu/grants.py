@@ -94,6 +94,8 @@ class GrantKeeper:
         self._arrived: set[GroupKey] = set()
         self._ended_before: dict[str, int] = {}
         self._away: set[str] = set()
+        self._let_go: dict[str, int] = {}
+        """Host -> first of its sweeps that a draining run has refused: it does not begin that one nor those after it."""
         self._waiting: dict[str, float] = {}
         self._on_the_way: Outstanding | None = None
         """Counted once for facts that are used again."""
@@ -155,6 +157,7 @@ class GrantKeeper:
         head = self._refresh()
         if head is None or head.version < 0:
             return self._empty(request, "no version is published yet: waiting for a trainer", "version")
+        self._note_refused(request, head)
         if head.state != "running":
             return replace(self._empty(request, f"the run is {head.state}", "run"), run_state=head.state)
         newest = max((sweep for host, sweep in self._grants if host == request.host), default=-1)
@@ -178,6 +181,18 @@ class GrantKeeper:
             )
             self._keep(grant)
         return Grant(self._run, grant.host, grant.sweep, grant.question_ids, grant.min_version)
+
+    def _note_refused(self, request: GrantRequest, head: Head) -> None:
+        """Who asks for a sweep has not begun it, and while the run drains nobody may: groups granted ahead are not on the way then."""
+        if head.state != "draining":
+            self._let_go.clear()
+        elif self._let_go.get(request.host) != request.sweep:
+            self._let_go[request.host] = request.sweep
+            self._on_the_way = None
+
+    def _open_grants(self) -> list[GrantRecord]:
+        """Grants without those that are not begun any more."""
+        return [grant for grant in self._grants.values() if grant.sweep < self._let_go.get(grant.host, grant.sweep + 1)]
 
     def _decide(self, request: GrantRequest, head: Head) -> Decision:
         on_the_way = self._outstanding(head)
@@ -203,7 +218,7 @@ class GrantKeeper:
         return Facts(
             version=head.version,
             num_consumed=self._lineage.consumed_by_version.get(head.version, 0),
-            grants=self._grants.values(),
+            grants=self._open_grants() if self._let_go else self._grants.values(),
             arrived=self._arrived,
             settled=self._lineage.settled | self._noted,
             ended_before=self._ended_before,

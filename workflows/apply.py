@@ -21,7 +21,7 @@ from stoa.contracts.messages import (
     StepResult,
     VersionFacts,
 )
-from workflows import anchors, fleet
+from workflows import anchors, drain, fleet
 from workflows.costs import lease_ended
 from workflows.events import (
     Asked,
@@ -36,7 +36,7 @@ from workflows.events import (
     TrainerFailed,
     VersionPublished,
 )
-from workflows.plan import MAX_OPEN_EVALUATIONS, drained_reason, end_reason
+from workflows.plan import MAX_OPEN_EVALUATIONS, end_reason
 from workflows.state import Evaluation, RunProgress
 
 MAX_FAILURES: Final = 5
@@ -250,8 +250,14 @@ def _(event: FleetEvent, state: RunProgress, rules: RunInput, now: float) -> Run
 
 @apply.register
 def _(event: CensusTaken, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
-    after = replace(fleet.on_census(state, event, now), drain_look=False)
-    reason = drained_reason(after, rules, event.census, now)
+    census = event.census
+    after = replace(
+        fleet.on_census(state, event, now),
+        drain_look=False,
+        groups_running=census.num_groups_running,
+        groups_waiting=census.num_groups_waiting,
+    )
+    reason = drain.drained_reason(after, rules, census, now)
     return replace(after, ending=True, reason=reason) if reason else after
 
 
@@ -361,7 +367,9 @@ def _(event: Asked, state: RunProgress, rules: RunInput, now: float) -> RunProgr
         case "resume":
             return replace(state, paused=False, macs_go_on=False, reason="", num_failures=0, trainer_hold_until=0.0)
         case "drain":
-            drain_until = now + 1.5 * rules.evaluation.part_timeout_seconds + rules.starved_seconds
+            drain_until = now + drain.bound_seconds(rules)
+            # What a census counted before says nothing of a fleet that is granted no more.
+            state = replace(state, groups_running=-1, groups_waiting=-1)
             return replace(state, draining=True, paused=False, reason=event.reason or "asked to drain", drain_until=drain_until)
         case _:
             hurried = state.hurried or bool(end_reason(state, rules, now))

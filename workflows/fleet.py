@@ -4,6 +4,7 @@ Members come and go by signals and are put right by the census, page by page. No
 """
 
 from dataclasses import replace
+from difflib import get_close_matches
 from statistics import median
 from typing import Final
 
@@ -16,6 +17,10 @@ from workflows.state import Banned, Member, RunProgress
 MAX_MEMBERS: Final = 1000
 """So many are listed by the run; all are counted. With their texts they stay under the limit of carried memory."""
 MAX_BANNED: Final = 200
+MAX_LEFT: Final = 200
+"""Hosts that are remembered after they left."""
+MAX_NAMED: Final = 12
+"""Hosts that one refusal names."""
 MAX_PAGE: Final = 40
 MAX_PLACE_BYTES: Final = 20
 MAX_WHY_BYTES: Final = 32
@@ -85,9 +90,13 @@ def _member(facts: MacFacts, now: float) -> Member:
 
 def _with(state: RunProgress, members: tuple[Member, ...], num_macs: int, now: float) -> RunProgress:
     num_macs = max(0, num_macs)
+    kept = members[-MAX_MEMBERS:]
+    here = {member.host for member in kept}
+    gone = [member.host for member in state.members if member.host not in here]
     return replace(
         state,
-        members=tuple(sorted(members[-MAX_MEMBERS:], key=lambda member: member.host)),
+        members=tuple(sorted(kept, key=lambda member: member.host)),
+        left=tuple(host for host in dict.fromkeys((*state.left, *gone)) if host not in here)[-MAX_LEFT:],
         num_macs=num_macs,
         empty_since=now if count(state) and not num_macs else state.empty_since,
     )
@@ -100,6 +109,19 @@ def on_decision(state: RunProgress, decided: Decided) -> RunProgress:
         others = (*others, Banned(decided.host, decided.state, cut(decided.reason, MAX_REASON_BYTES)))[-MAX_BANNED:]
     untold = (*(host for host in state.untold if host != decided.host), decided.host)
     return replace(state, banned=others, untold=untold)
+
+
+def stranger_reason(state: RunProgress, run: str, host: str) -> str:
+    """Why `host` is taken for a slip of the pen: the run has not met it. Empty if it has, or if it cannot know them all."""
+    known = sorted({*(member.host for member in state.members), *(one.host for one in state.banned), *state.left})
+    if host in known or not state.fleet_known or count(state) > len(state.members):
+        return ""
+    if not known:
+        return f"run {run} has met no Mac {host}, and no other yet"
+    near = get_close_matches(host, known, n=1)
+    meant = f", did you mean {near[0]}?" if near else ";"
+    more = f" and {len(known) - MAX_NAMED} more" if len(known) > MAX_NAMED else ""
+    return f"run {run} has met no Mac {host}{meant} it knows {', '.join(known[:MAX_NAMED])}{more}"
 
 
 def standing_of(state: RunProgress, run: str, host: str) -> Standing:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from stoa.contracts.evaluation_messages import EvalAsk
-from stoa.contracts.fleet_messages import Census, Standing
+from stoa.contracts.fleet_messages import Standing
 from stoa.contracts.ids import is_name
 from stoa.contracts.messages import RunInput, RunState, RunStatus
-from workflows import anchors, costs, fleet
+from workflows import anchors, costs, drain, fleet
 from workflows.state import Evaluation, RunProgress
 
 EMPTY_FLEET_SECONDS: Final = 60.0
@@ -122,18 +122,7 @@ def end_reason(state: RunProgress, rules: RunInput, now: float) -> str:
         return f"version {stop.max_versions} is published"
     if stop.max_seconds and now >= state.started_at + stop.max_seconds:
         return f"{stop.max_seconds:g} s of wall clock are over"
-    return costs.spent_reason(state, rules, now)
-
-
-def drained_reason(state: RunProgress, rules: RunInput, census: Census, now: float) -> str:
-    """Why a draining run has drained, empty while more may come. A census is asked for when a step has too few groups."""
-    if not state.draining or state.ending or state.head_state != "draining":
-        return ""
-    enough = census.num_groups_waiting >= max(1, rules.groups_per_step)
-    if (census.num_groups_running or enough) and now < state.drain_until:
-        return ""
-    left = census.num_groups_running + census.num_groups_waiting
-    return f"drained: {left} groups were left" if left else "drained"
+    return drain.overdue_reason(state, now) or costs.spent_reason(state, rules, now)
 
 
 def next_for_trainer(state: RunProgress, rules: RunInput, now: float) -> TrainerCommand | None:
@@ -285,6 +274,8 @@ def next_deadline(state: RunProgress, rules: RunInput, now: float) -> float | No
     if rules.stop.max_seconds:
         limits.append(state.started_at + rules.stop.max_seconds)
     limits += [_expiry(evaluation, state, rules, now) for evaluation in state.opened]
+    if state.bounded_drain and state.draining:
+        limits.append(state.drain_until)
     spent_at = costs.spent_at(state, rules)
     if spent_at is not None:
         limits.append(spent_at)
@@ -319,6 +310,12 @@ def run_state(state: RunProgress, rules: RunInput, now: float) -> str:
 
 def waiting_sentence(state: RunProgress, rules: RunInput, now: float, *, command: TrainerCommand | None, since: float) -> str:
     """One sentence for a person: what the run waits for, from whom, for how long."""
+    if state.draining and not end_reason(state, rules, now):
+        return f"{drain.sentence(state, now)}; {_lane_sentence(state, rules, now, command, since)}"
+    return _lane_sentence(state, rules, now, command, since)
+
+
+def _lane_sentence(state: RunProgress, rules: RunInput, now: float, command: TrainerCommand | None, since: float) -> str:
     age = f"since {max(0.0, now - since):.0f} s"
     match command:
         case FindLease():
@@ -385,4 +382,6 @@ def status_of(state: RunProgress, rules: RunInput, now: float, *, command: Train
         anchor_every_versions=anchors.cadence(state, rules)[0],
         anchor_by_join_cost=anchors.cadence(state, rules)[1],
         num_groups_missing=state.num_missing,
+        stop=rules.stop,
+        drain_until=state.drain_until if state.draining else 0.0,
     )

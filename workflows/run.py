@@ -78,6 +78,8 @@ MAX_CADENCE = 99_999_999
 FLEET_PATCH = "fleet-and-leases"
 """Since: the fleet is counted by censuses, leases are numbered by what HEAD says, and a long history lets go of a lease
 that nobody takes."""
+DRAIN_PATCH = "drain-bound"
+"""Since: a drain ends by its bound whatever is heard meanwhile."""
 Result = TypeVar("Result")
 
 
@@ -104,6 +106,8 @@ class RunWorkflow:
         self._takes_census = workflow.patched(FLEET_PATCH)
         if self._takes_census and not given.carried:
             self._state = replace(self._state, strict_leases=True, lease_unknown=True)
+        if workflow.patched(DRAIN_PATCH):
+            self._state = replace(self._state, bounded_drain=True)
 
     @workflow.run
     async def run(self, given: RunInput) -> RunResult:
@@ -421,6 +425,8 @@ class RunWorkflow:
         if fleet.standing_of(self._state, run, ask.host).state == state:
             now = "neither quarantined nor drained" if state == "free" else f"{state} already"
             raise _refusal(f"{ask.host} is {now} in run {run}")
+        if state != "free" and not ask.unseen and (reason := fleet.stranger_reason(self._state, run, ask.host)):
+            raise _refusal(reason)
         if state != "free" and len(self._state.banned) >= fleet.MAX_BANNED:
             raise _refusal(f"{fleet.MAX_BANNED} Macs of run {run} are quarantined or drained: release some first")
 

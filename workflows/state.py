@@ -116,6 +116,12 @@ class RunProgress:
     draining: bool = False
     """No sweeps are granted; the run ends when what is on the way is used up."""
     drain_until: float = 0.0
+    bounded_drain: bool = False
+    """The run ends at `drain_until` whatever it has heard; one that began before waited for a census to say so."""
+    groups_running: int = -1
+    """By the last census: granted and not in the bucket yet; -1: none was taken yet."""
+    groups_waiting: int = -1
+    """The same: in the bucket, and not used yet."""
     drain_look: bool = False
     """The last step found too few groups: is more on the way?"""
     num_gpus: int = 1
@@ -141,6 +147,8 @@ class RunProgress:
     banned: tuple[Banned, ...] = ()
     untold: tuple[str, ...] = ()
     """Hosts whose sessions must still be told how they stand."""
+    left: tuple[str, ...] = ()
+    """Hosts that were here and are not now, the newest ones: a person may still name them."""
     num_macs: int = -1
     """All that play, also those beyond `members`; -1: as many as members."""
     census_at: float = 0.0

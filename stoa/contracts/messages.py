@@ -252,6 +252,8 @@ class MacAsk:
 
     host: str
     reason: str = ""
+    unseen: bool = False
+    """The host may be one that the run has not met."""
 
 
 @dataclass(frozen=True)
@@ -317,6 +319,10 @@ class RunStatus:
     anchor_by_join_cost: bool = False
     num_groups_missing: int = 0
     """Usable groups that the present step was short of when it was last asked."""
+    stop: StopConditions = StopConditions()
+    """Those in force: a resumed run may have others than it was started with."""
+    drain_until: float = 0.0
+    """Unix seconds at which a draining run ends at the latest; 0 if it does not drain."""
 
 
 @dataclass(frozen=True)

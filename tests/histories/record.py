@@ -74,7 +74,7 @@ async def record_run(client: Client) -> None:
     )
     async with running(Env(client), given, world) as handle:  # type: ignore[arg-type]
         await until(handle, lambda status: status.step >= 5)
-        await handle.execute_update(names.QUARANTINE, MacAsk("mac-9", "a look"), result_type=RunStatus)
+        await handle.execute_update(names.QUARANTINE, MacAsk("mac-9", "a look", unseen=True), result_type=RunStatus)
         await handle.execute_update(names.SET_ANCHOR_CADENCE, AnchorCadence(3, by_join_cost=True), result_type=RunStatus)
         await handle.execute_update(names.PAUSE, Ask("a look"), result_type=RunStatus)
         await until(handle, lambda _: world.head_state == "paused")

@@ -133,7 +133,7 @@ async def num_runs(client: Client, workflow_id: str) -> int:
 
 
 async def test_run_refuses_what_changes_nothing_and_shows_its_versions(client: Client) -> None:
-    world = World(client, step_gate=asyncio.Event())
+    world = World(client, hosts=("mac-1", "mac-2"), step_gate=asyncio.Event())
     async with running(Env(client), rules(stop=StopConditions(max_steps=12)), world) as handle:
         await until(handle, lambda s: "step 1" in s.waiting_for)
         status = await handle.execute_update(names.SET_ANCHOR_CADENCE, AnchorCadence(2), result_type=RunStatus)
@@ -142,11 +142,15 @@ async def test_run_refuses_what_changes_nothing_and_shows_its_versions(client: C
             (names.SET_ANCHOR_CADENCE, AnchorCadence(0), "must be 1 to"),
             (names.RELEASE, MacAsk("mac-1"), "mac-1 is neither quarantined nor drained"),
             (names.QUARANTINE, MacAsk("No Name"), "is no name of a Mac"),
+            (names.QUARANTINE, MacAsk("mac1"), "has met no Mac mac1, did you mean mac-1? it knows mac-1, mac-2"),
+            (names.DRAIN_MAC, MacAsk("mack-2"), "did you mean mac-2?"),
             (names.RESUME, Ask(), "is not paused"),
         ):
             with pytest.raises(WorkflowUpdateFailedError) as caught:
                 await handle.execute_update(update, argument, result_type=RunStatus)
             assert words in str(caught.value.cause)
+        await handle.execute_update(names.QUARANTINE, MacAsk("mac-9", "before it comes", unseen=True), result_type=RunStatus)
+        await handle.execute_update(names.RELEASE, MacAsk("mac-9"), result_type=RunStatus)
         await handle.execute_update(names.DRAIN_MAC, MacAsk("mac-1", "thanks"), result_type=RunStatus)
         with pytest.raises(WorkflowUpdateFailedError):
             await handle.execute_update(names.DRAIN_MAC, MacAsk("mac-1"), result_type=RunStatus)
@@ -160,7 +164,7 @@ async def test_run_refuses_what_changes_nothing_and_shows_its_versions(client: C
     assert [(row.version, row.step) for row in (*page.versions, *last.versions)] == [(0, 0), (1, 4), (2, 8), (3, 12)]
     assert (page.num_versions, last.next_version, result.version) == (4, -1, 3)
     assert [published[2] for published in world.published] == [False, True, True]  # every second, and the last
-    assert [standing.state for standing in world.told] == ["drained", "quarantined"]
+    assert [standing.state for standing in world.told if standing.host == "mac-1"] == ["drained", "quarantined"]
     assert ("mac-1",) in [request.quarantined for request in world.steps]
 
 

@@ -130,6 +130,23 @@ def test_paused_run_grants_nothing_and_says_so(handle: RunHandle) -> None:
     assert (answer.question_ids, answer.run_state) == ((), "paused")
 
 
+def test_draining_run_waits_for_sweeps_that_are_played_and_not_for_those_granted_ahead(handle: RunHandle) -> None:
+    writer = head(handle)
+    desk = keeper(handle)
+    played, ahead = ask(desk, "a", 0, num=4), ask(desk, "a", 1, num=4)
+    assert (len(played.question_ids), len(ahead.question_ids)) == (4, 4)
+    assert desk.on_the_way() == (8, 0)
+    writer.set_state("draining", "n1")
+    assert desk.on_the_way() == (8, 0)  # nobody knows yet which of them has begun
+    assert ask(desk, "a", 1).run_state == "draining"  # asked for while sweep 0 is played
+    assert desk.on_the_way() == (4, 0)
+    arrive(handle, played)
+    assert desk.on_the_way() == (0, 4)
+    writer.set_state("running", "n2")
+    assert ask(desk, "a", 1) == ahead
+    assert desk.on_the_way() == (4, 4)
+
+
 def test_session_that_begins_anew_is_told_the_sweep_to_go_on_with(handle: RunHandle) -> None:
     head(handle)
     desk = keeper(handle)

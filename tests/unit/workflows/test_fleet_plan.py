@@ -107,6 +107,30 @@ def test_quarantine_reaches_the_session_and_every_step_until_release() -> None:
     assert fleet.quarantined(free) == ()
 
 
+def test_mac_that_the_run_has_not_met_is_told_from_those_it_has() -> None:
+    state = replace(at(8), fleet_known=True)
+    assert fleet.stranger_reason(state, "demo", "mac-1") == "run demo has met no Mac mac-1, and no other yet"
+    for host in ("anna-mini", "mac-1", "mac-2"):
+        state = apply(FleetEvent("demo", host, "s", "joined", 0), state, RULES, 1.0)
+    state = apply(FleetEvent("demo", "mac-2", "s", "left", 0), state, RULES, 2.0)
+    assert fleet.count(state) == 2
+    assert [fleet.stranger_reason(state, "demo", host) for host in ("anna-mini", "mac-2")] == ["", ""]
+    told = fleet.stranger_reason(state, "demo", "ana-mini")
+    assert told == "run demo has met no Mac ana-mini, did you mean anna-mini? it knows anna-mini, mac-1, mac-2"
+    assert fleet.stranger_reason(state, "demo", "xyz") == "run demo has met no Mac xyz; it knows anna-mini, mac-1, mac-2"
+    # Nobody is refused while the run cannot know: it has not looked yet, or more Macs play than it lists.
+    assert fleet.stranger_reason(replace(state, fleet_known=False), "demo", "xyz") == ""
+    assert fleet.stranger_reason(replace(state, num_macs=5000), "demo", "xyz") == ""
+    again = apply(FleetEvent("demo", "mac-2", "s", "joined", 3), state, RULES, 3.0)
+    assert again.left == ()
+    dropped = apply(CensusTaken("", 1000.0, facts_named("mac-1")), state, RULES, 1000.0)
+    assert set(dropped.left) == {"mac-2", "anna-mini"}
+    many = tuple(MacFacts(f"mac-{index:03d}") for index in range(30))
+    crowd = apply(CensusTaken("", 2000.0, Census(many, 30)), at(8), RULES, 2000.0)
+    assert fleet.stranger_reason(replace(crowd, fleet_known=True), "demo", "xyz").endswith("mac-011 and 18 more")
+    assert first_run_progress(replace(RULES, carried=dump(dropped)), 0.0) == dropped
+
+
 def test_trainers_suspects_are_quarantined() -> None:
     state = apply(StepResult("done", 9, suspects=(Suspect("mac-1", "mismatch"),)), at(8), RULES, 0.0)
     assert fleet.standing_of(state, "demo", "mac-1") == Standing("demo", "mac-1", "quarantined", "by the trainer: mismatch")

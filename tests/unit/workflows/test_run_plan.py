@@ -359,6 +359,37 @@ def test_drain_does_not_wait_for_ever_for_a_mac_that_plays_on() -> None:
     assert plan.end_reason(apply(CensusTaken("", 0.0, playing), state, rules, late), rules, late) == "drained: 8 groups were left"
 
 
+def test_drain_ends_by_its_bound_though_nobody_answers_and_says_so_before() -> None:
+    """No trainer, no census and a HEAD that could not be told: 1.5 sweeps of 600 s and 300 s for a step are the most."""
+    given = replace(RULES.evaluation, part_timeout_seconds=600.0)
+    rules = replace(RULES, groups_per_step=8, stop=StopConditions(), evaluation=given, starved_seconds=300.0)
+    state = replace(at(8), token=0, bounded_drain=True, groups_running=5)
+    state = apply(Asked("drain", "enough"), state, rules, 10_000.0)
+    told = plan.status_of(state, rules, 10_200.0, command=plan.Acquire(2), since=10_150.0)
+    assert told.waiting_for == (
+        "draining (enough): groups on the way are being counted; ends by 03:06:40 UTC, in 1000 s, at the latest; "
+        "waiting for a trainer on queue gpu-demo since 50 s"
+    )
+    assert told.drain_until == 11_200.0
+    assert plan.next_deadline(state, rules, 10_200.0) == 11_200.0
+    assert plan.end_reason(state, rules, 11_199.0) == ""
+    assert not plan.interrupts(plan.Acquire(2), state, rules, 11_199.0)
+    assert plan.interrupts(plan.Acquire(2), state, rules, 11_200.0)
+    assert plan.end_reason(state, rules, 11_200.0) == "its time to drain is over"
+    counted = apply(CensusTaken("", 10_300.0, Census((), 1, "", 6, 3)), state, rules, 10_300.0)
+    assert (
+        "6 groups are being played, 3 wait for the trainer; ends by"
+        in plan.status_of(counted, rules, 10_300.0, command=None, since=0.0).waiting_for
+    )
+    assert plan.end_reason(counted, rules, 11_200.0) == "drained as far as its time allowed: 9 groups were left"
+    assert plan.end_reason(replace(counted, bounded_drain=False), rules, 99_999.0) == ""
+
+
+def test_status_tells_the_limits_in_force() -> None:
+    rules = replace(RULES, stop=StopConditions(max_steps=77, max_seconds=5.0))
+    assert plan.status_of(at(8), rules, 0.0, command=None, since=0.0).stop == StopConditions(max_steps=77, max_seconds=5.0)
+
+
 def test_anchors_follow_the_cadence_a_person_sets() -> None:
     state = apply(AnchorCadence(3), at(12), RULES, 0.0)
     assert [anchors.is_due(state, RULES, version) for version in (4, 5, 6, 9)] == [False, False, True, True]
