@@ -35,11 +35,17 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sampled turns an episode, sampled tokens a turn, and all tokens (prompt included) an episode."""
+    """Sampled turns an episode, sampled tokens a turn, and all tokens (prompt included) an episode.
+
+    `reply_seconds`: longest that `reply` and `score` of a turn may take together where a tool waits for a disk, a server
+    or much arithmetic: both are then called from several threads at once, and too long is an infrastructure fault. 0:
+    they are instantaneous.
+    """
 
     max_turns: int
     max_turn_tokens: int
     max_episode_tokens: int
+    reply_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

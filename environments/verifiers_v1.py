@@ -35,7 +35,9 @@ class VerifiersSettings:
 
     `taskset` is the module or package that exports the Taskset; `config` the JSON of its own config; `num_tasks` how many
     tasks to take, 0 for all of a finite taskset; the last `num_held_out` of them are held out. An episode counts as solved,
-    in exact_match, cover and strict_cover alike, from a reward of `solved_at` on.
+    in exact_match, cover and strict_cover alike, from a reward of `solved_at` on. `reply_seconds`: longest that the tools and
+    rewards of a turn may take, if they wait for something and may be called from several threads; 0 calls them one at a
+    time, and decoding waits.
     """
 
     taskset: str = ""
@@ -47,6 +49,7 @@ class VerifiersSettings:
     max_corrections: int = 1
     max_turn_tokens: int = 1024
     max_episode_tokens: int = 8192
+    reply_seconds: float = 0.0
 
     def check(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -56,6 +59,7 @@ class VerifiersSettings:
         in_range(NAME, "max_corrections", self.max_corrections, 0, 16)
         in_range(NAME, "max_turn_tokens", self.max_turn_tokens, 4, 65536)
         in_range(NAME, "max_episode_tokens", self.max_episode_tokens, 64, 1 << 20)
+        in_range(NAME, "reply_seconds", self.reply_seconds, 0.0, 3600.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,8 @@ class VerifiersEnvironment:
             )
         self._shared_tools = _tools_of(self._vf, type(taskset).toolsets(taskset.config), None)
         self._renderer = ChatRenderer(tokenizer_json)
-        self.limits = Limits(settings.max_calls + settings.max_corrections + 1, settings.max_turn_tokens, settings.max_episode_tokens)
+        num_turns = settings.max_calls + settings.max_corrections + 1
+        self.limits = Limits(num_turns, settings.max_turn_tokens, settings.max_episode_tokens, settings.reply_seconds)
         self.stop_ids = frozenset({self._renderer.special.im_end})
         self._stage = lru_cache(maxsize=4096)(self._build_stage)
 

@@ -75,6 +75,8 @@ class Schedule:
         self._prompts = np.concatenate([self.prompt_length - 1, self.length[self.num_episodes :]]).astype(np.int32)
         self.fed = np.zeros(num, np.int64)
         self.state = np.full(num, State.WAITING, np.int8)
+        self._awaits = np.zeros(num, bool)
+        """An environment's reply: fed nothing until it is there, whatever its state."""
         self.counts = Counts()
         self._pages, self._max_rows = pages, max_rows
         if pages.num_pages < least_pages(pages, max_tokens):
@@ -127,6 +129,14 @@ class Schedule:
         self.ids[episode, start : start + len(tokens)] = tokens
         self.length[episode] = start + len(tokens)
 
+    def hold(self, episode: int) -> None:
+        """Feed this episode nothing before `go_on`: what follows its last token is not known."""
+        self._awaits[episode] = True
+
+    def go_on(self, episode: int) -> None:
+        """Undo `hold`."""
+        self._awaits[episode] = False
+
     def finish(self, sequence: int) -> None:
         """A sequence is over: its pages are free, and its stem's, once nobody else begins with it."""
         self._let_go(sequence)
@@ -143,7 +153,7 @@ class Schedule:
             self._park(int(sequence))
 
     def plan(self, budget_tokens: int, *, max_rows: int | None = None, may_begin: bool = True) -> Work | None:
-        """What to feed now; None if nothing can be, which with `may_begin` means that everything is over.
+        """What to feed now; None if nothing can be, which with `may_begin` means that all is over, or held.
 
         Args:
             budget_tokens: most tokens of the step.
@@ -194,7 +204,7 @@ class Schedule:
 
     def _chosen(self, budget_tokens: int) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
         """Running sequences in order of age, and how many tokens each gets."""
-        running = np.flatnonzero(self.state == State.RUNNING)
+        running = np.flatnonzero((self.state == State.RUNNING) & ~self._awaits)
         pending = (self.length - self.fed)[running]
         order = np.lexsort((self._age[running], pending != 1))
         counts = pending[order]
@@ -246,7 +256,7 @@ class Schedule:
         raise AssertionError(f"{cost} pages are missing and nobody can be parked")
 
     def _victims(self, sequence: int) -> Iterator[int]:
-        """Who gives way to a sequence, in order: idle stems of younger episodes, then the youngest that runs, then other stems."""
+        """Who gives way to a sequence, in order: idle stems of younger episodes, the youngest that is held or else runs, other stems."""
         own = int(self._parent[sequence])
         ready = [int(stem) for stem in np.flatnonzero(self.state == State.READY)[::-1]]
         running = np.flatnonzero(self.state == State.RUNNING)
@@ -254,7 +264,9 @@ class Schedule:
         idle = [stem for stem in ready if stem != own and stem not in busy and self._frees(stem)]
         yield from (stem for stem in idle if self._age[stem] > self._age[sequence])
         if len(running) > 1:
-            yield int(running[self._age[running].argmax()])
+            held = running[self._awaits[running]]
+            choice = held if len(held) else running
+            yield int(choice[self._age[choice].argmax()])
         yield from idle
         yield from (stem for stem in ready if self._frees(stem))
 
@@ -279,7 +291,7 @@ class Schedule:
 
     def _admit(self, max_rows: int, *, may_begin: bool) -> None:
         """Give slots and shared pages to who waits, the oldest first, as far as slots and pages go."""
-        waiting = np.flatnonzero(self.state[: self.num_episodes] == State.WAITING)
+        waiting = np.flatnonzero((self.state == State.WAITING)[: self.num_episodes] & ~self._awaits[: self.num_episodes])
         if not len(waiting):
             return
         begun = None if may_begin else {int(self._questions[e]) for e in range(self.num_episodes) if self.has_begun(e)}

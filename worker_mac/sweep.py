@@ -9,19 +9,22 @@ Legend: E episodes, C token capacity of an episode, Q sequences (episodes and st
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from environments.base import Environment
+from environments.base import Environment, Outcome
 from stoa.contracts.errors import GpuInterruptedError, InfrastructureFaultError
 from stoa.rollouts.records import Episode, StopReason, Turn
 from worker_mac.pace import Pace
 from worker_mac.pages import Pages
 from worker_mac.plan import Work
+from worker_mac.replies import Replies
 from worker_mac.sampler import seed_of, uniforms
 from worker_mac.schedule import Schedule
 
@@ -29,6 +32,8 @@ _log = structlog.get_logger(__name__)
 
 MOST_INTERRUPTIONS: Final = 3
 """Steps in a row that the system may end on the GPU before the sweep fails."""
+WAIT_SECONDS: Final = 0.05
+"""Where every episode waits for its environment, the sweep looks up so often."""
 
 
 class Result(Protocol):
@@ -111,6 +116,15 @@ class _Play:
     sampled: list[tuple[int, ...]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Follow:
+    """What follows a turn: ids to append, or why the episode is over and what it is worth."""
+
+    ids: tuple[int, ...]
+    reason: StopReason | None = None
+    outcome: Outcome | None = None
+
+
 class Sweep:
     """State of one sweep. `play` runs it to the end; `on_group(group, episodes)` is called as each group ends."""
 
@@ -123,10 +137,14 @@ class Sweep:
         on_group: OnGroup,
         *,
         pace: Pace | None = None,
+        apart: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`schedule` is that of the castings, by `cast`."""
+        """`schedule` is that of the castings, by `cast`. `apart()` is held while there is nothing to do but wait."""
         self._rows, self._schedule, self._environment, self._on_group = rows, schedule, environment, on_group
-        self._pace = pace or Pace()
+        self._pace, self._apart = pace or Pace(), apart
+        self._replies: Replies[_Follow] | None = None
+        if environment.limits.reply_seconds > 0:
+            self._replies = Replies(environment.limits.reply_seconds)
         self._plays = [_Play(casting) for casting in castings]
         num, capacity = schedule.num_episodes, schedule.ids.shape[1]
         self._keys = np.zeros(len(schedule.length), np.uint64)
@@ -156,25 +174,41 @@ class Sweep:
         `rows_allowed()`: most episodes to run at once, None for as many as fit; 0 to begin no further group.
         Raises GpuInterruptedError if the system keeps ending steps on the GPU, however small.
         """
-        ended = True
-        while not self._schedule.is_over:
-            if should_stop():
-                ended = False
-                break
-            allowed = rows_allowed()
-            work = self._schedule.plan(self._pace.tokens, max_rows=allowed or None, may_begin=allowed != 0)
-            if work is None:
-                ended = False
-                break
-            self._step(work)
-            if on_step is not None:
-                on_step(self._num_done, self._num_sampled)
+        try:
+            ended = self._play(should_stop, on_step, rows_allowed)
+        finally:
+            if self._replies is not None:
+                self._replies.close()
         counts = self._schedule.counts
         return Played(
             ended, self._num_done, self._num_lost, self._num_sampled, max(0, counts.tokens - self._num_sampled), self._reward_sum,
             counts.steps, time.monotonic() - self._began, counts.parked, counts.most_pages,
             self._num_tokens / max(1, self._num_done),
         )  # fmt: skip
+
+    def _play(
+        self, should_stop: Callable[[], bool], on_step: Callable[[int, int], None] | None, rows_allowed: Callable[[], int | None]
+    ) -> bool:
+        """As `play`; True if every episode has ended."""
+        while not self._schedule.is_over:
+            if should_stop():
+                return False
+            allowed = rows_allowed()
+            work = self._schedule.plan(self._pace.tokens, max_rows=allowed or None, may_begin=allowed != 0)
+            if work is not None:
+                self._step(work)
+            elif self._replies:
+                with self._apart():
+                    self._replies.wait(WAIT_SECONDS)
+            else:
+                return False
+            if self._replies:
+                for episode, reply in self._replies.take():
+                    self._schedule.go_on(episode)
+                    self._go_on(episode, reply)
+            if on_step is not None:
+                on_step(self._num_done, self._num_sampled)
+        return True
 
     def _step(self, work: Work) -> None:
         """Feed what is to be fed, take what was drawn; then turns that ended."""
@@ -216,31 +250,47 @@ class Sweep:
         self._pace.interrupted(work.num_tokens)
 
     def _end_turn(self, episode: int, stopped: bool) -> None:
-        """Ask the environment what follows the turn that just ended."""
+        """Ask the environment what follows the turn that just ended, now or beside the others' decoding."""
         play, schedule = self._plays[episode], self._schedule
         start, end = int(self._turn_start[episode]), int(schedule.length[episode])
         play.turns.append(Turn(start, end, stopped))
         play.sampled.append(tuple(schedule.ids[episode, start:end].tolist()))
-        limits, question = self._environment.limits, play.casting.question_id
+        reply = partial(self._follow, play.casting.question_id, tuple(play.sampled), end)
+        if self._replies is None:
+            self._go_on(episode, reply)
+        else:
+            schedule.hold(episode)
+            self._replies.ask(episode, reply)
+
+    def _follow(self, question: str, sampled: tuple[tuple[int, ...], ...], length: int) -> _Follow:
+        """What follows the sampled turns of an episode of `length` tokens. For any thread, as the environment is."""
+        limits = self._environment.limits
+        reply = self._environment.reply(question, sampled)
+        reason: StopReason | None = reply.stop_reason or None
+        if reason is None and length + len(reply.ids) >= limits.max_episode_tokens:
+            reason = "token_limit"
+        if reason is None and len(sampled) >= limits.max_turns:
+            reason = "turn_limit"
+        return _Follow(reply.ids) if reason is None else _Follow((), reason, self._environment.score(question, sampled))
+
+    def _go_on(self, episode: int, reply: Callable[[], _Follow]) -> None:
+        """Append what the environment says, or end the episode, which an outage ends without a sample."""
+        schedule = self._schedule
         try:
-            reply = self._environment.reply(question, play.sampled)
-            if reply.stop_reason:
-                self._finish(episode, reply.stop_reason)
-            elif end + len(reply.ids) >= limits.max_episode_tokens:
-                self._finish(episode, "token_limit")
-            elif len(play.turns) >= limits.max_turns:
-                self._finish(episode, "turn_limit")
-            else:
-                schedule.extend(episode, np.array(reply.ids, np.int32))
-                self._turn_start[episode] = schedule.length[episode]
+            follow = reply()
         except InfrastructureFaultError as fault:
-            _log.warning("episode_lost", question=question, reason=fault.message)
+            _log.warning("episode_lost", question=self._plays[episode].casting.question_id, reason=fault.message)
             self._num_lost += 1
             self._leave(episode, None)
+            return
+        if follow.reason is not None and follow.outcome is not None:
+            self._finish(episode, follow.reason, follow.outcome)
+        else:
+            schedule.extend(episode, np.array(follow.ids, np.int32))
+            self._turn_start[episode] = schedule.length[episode]
 
-    def _finish(self, episode: int, reason: StopReason) -> None:
+    def _finish(self, episode: int, reason: StopReason, outcome: Outcome) -> None:
         play, length = self._plays[episode], int(self._schedule.length[episode])
-        outcome = self._environment.score(play.casting.question_id, play.sampled)
         mask = self._mask[episode, :length].copy()
         self._reward_sum += outcome.reward
         record = Episode(
@@ -288,5 +338,5 @@ class Sweep:
         found = self._routes[episode, :length].copy()
         for stem, num_shared in self._schedule.lineage(episode):
             found[:num_shared] = self._routes[stem, :num_shared]
-        found[int(self._schedule.fed[episode]) :] = np.arange(found.shape[2], dtype=np.uint8)
+        found[length - 1] = np.arange(found.shape[2], dtype=np.uint8)
         return found

@@ -18,6 +18,8 @@ from stoa.chat.render import ChatRenderer, Message
 from stoa.chat.tools import ToolCall
 
 NAME = "papersearchqa"
+_SLACK = 1.5
+"""Searches have limits of their own; a reply is given up only if one did not keep to its."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,13 @@ def create(settings: Mapping[str, Setting], tokenizer_json: bytes) -> Environmen
     asked = read_settings(NAME, PaperSearchSettings, settings)
     asked.check()
     renderer = ChatRenderer(tokenizer_json)
-    limits = Limits(asked.max_calls + asked.max_corrections + 1, asked.max_turn_tokens, asked.max_episode_tokens)
     questions = load_questions(Path(asked.questions).expanduser() if asked.questions else SMALL, asked.questions_id)
     place, index_id = (asked.index, asked.index_id) if asked.index else (str(small_index()), "")
     retriever = open_retriever(place, index_id=index_id, seconds=asked.search_seconds)
+    # A turn may hold one call more than are answered. The shipped index is in memory and tiny.
+    reply_seconds = _SLACK * (asked.max_calls + 1) * retriever.most_seconds if asked.index else 0.0
+    num_turns = asked.max_calls + asked.max_corrections + 1
+    limits = Limits(num_turns, asked.max_turn_tokens, asked.max_episode_tokens, reply_seconds)
     dialogue = ToolDialogue(
         renderer,
         limits,

@@ -12,6 +12,7 @@ import time
 import urllib.parse
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -24,6 +25,7 @@ from stoa.contracts.errors import ConfigError, InfrastructureFaultError
 MOST_PASSAGES: Final = 100
 MOST_CONTENT_CHARS: Final = 65_536
 _MOST_ANSWER_BYTES: Final = 64 * 1024 * 1024
+_PART_BYTES: Final = 1024 * 1024
 _REMEMBERED: Final = 65_536
 # A server that cannot be reached, and every way in which what it says is no answer.
 _TROUBLE: Final = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -41,17 +43,26 @@ class Passage:
 class Retriever(Protocol):
     """Finds passages. The same query gives the same passages. Safe from several threads."""
 
+    @property
+    def most_seconds(self) -> float:
+        """Longest that one search may take, outages included."""
+        ...
+
     def search(self, query: str, top_k: int) -> tuple[Passage, ...]:
         """At most `top_k` passages, best first. Raises InfrastructureFaultError if it cannot be told."""
         ...
 
 
 class Remembered:
-    """Results by the hash of a query and its top_k; the oldest used is forgotten. Safe from several threads."""
+    """Results by the hash of a query and its top_k; the oldest used is forgotten. Safe from several threads.
+
+    What several ask for at once, as the episodes of a group do, is looked for once.
+    """
 
     def __init__(self, capacity: int = _REMEMBERED) -> None:
         self._capacity = capacity
         self._kept: OrderedDict[bytes, tuple[Passage, ...]] = OrderedDict()
+        self._sought: dict[bytes, Future[tuple[Passage, ...]]] = {}
         self._lock = threading.Lock()
         self.num_hits = self.num_misses = 0
 
@@ -59,17 +70,29 @@ class Remembered:
         """What is remembered, or else what `find` gives; what `find` raises is not remembered."""
         key = blake2b(f"{top_k}|{query}".encode(), digest_size=16).digest()
         with self._lock:
-            known = self._kept.get(key)
+            known, sought = self._kept.get(key), self._sought.get(key)
             if known is not None:
                 self._kept.move_to_end(key)
                 self.num_hits += 1
                 return known
-            self.num_misses += 1
-        found = find()
+            self.num_hits += sought is not None
+            self.num_misses += sought is None
+            ours: Future[tuple[Passage, ...]] = self._sought.setdefault(key, Future())
+        if sought is not None:
+            return sought.result()
+        try:
+            found = find()
+        except BaseException as error:
+            with self._lock:
+                del self._sought[key]
+            ours.set_exception(error)
+            raise
         with self._lock:
+            del self._sought[key]
             self._kept[key] = found
             while len(self._kept) > self._capacity:
                 self._kept.popitem(last=False)
+        ours.set_result(found)
         return found
 
 
@@ -82,6 +105,11 @@ class LocalRetriever:
         self._seconds = seconds
         self.remembered = Remembered()
         _check_id(str(folder), self.index.about.index_id, index_id)
+
+    @property
+    def most_seconds(self) -> float:
+        """See `Retriever`."""
+        return self._seconds
 
     def search(self, query: str, top_k: int) -> tuple[Passage, ...]:
         """See `Retriever`."""
@@ -109,6 +137,11 @@ class SearchClient:
         self._wanted = index_id
         self._seconds, self._attempts, self._pause_seconds = seconds, attempts, pause_seconds
         self.remembered = Remembered()
+
+    @property
+    def most_seconds(self) -> float:
+        """See `Retriever`: all attempts in vain, and the pauses between them."""
+        return self._attempts * self._seconds + self._pause_seconds * (2 ** (self._attempts - 1) - 1)
 
     def search(self, query: str, top_k: int) -> tuple[Passage, ...]:
         """See `Retriever`."""
@@ -143,12 +176,13 @@ class SearchClient:
 
     def _request(self, method: str, path: str, body: dict[str, object] | None) -> object:
         kind = http.client.HTTPSConnection if self._parsed.scheme == "https" else http.client.HTTPConnection
+        deadline = time.monotonic() + self._seconds
         connection = kind(self._parsed.hostname or "", self._parsed.port, timeout=self._seconds)
         try:
             content = None if body is None else json.dumps(body).encode()
             connection.request(method, self._parsed.path.rstrip("/") + path, content, {"Content-Type": "application/json"})
             response = connection.getresponse()
-            answer = response.read(_MOST_ANSWER_BYTES + 1)
+            answer = _read(response, deadline)
             if response.status != http.HTTPStatus.OK:
                 raise ValueError(f"status {response.status}: {answer[:200].decode('utf-8', 'replace')}")
             if len(answer) > _MOST_ANSWER_BYTES:
@@ -156,6 +190,18 @@ class SearchClient:
             return json.loads(answer)
         finally:
             connection.close()
+
+
+def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
+    """The body, as far as it may be long; a server that sends it byte by byte is told off at the deadline."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    while num_bytes <= _MOST_ANSWER_BYTES and (part := response.read1(_PART_BYTES)):
+        parts.append(part)
+        num_bytes += len(part)
+        if time.monotonic() > deadline:
+            raise TimeoutError("the answer did not come to its end in time")
+    return b"".join(parts)
 
 
 def open_retriever(place: str, *, index_id: str = "", seconds: float = 10.0) -> Retriever:

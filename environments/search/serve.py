@@ -69,7 +69,7 @@ def answer_of(passages: tuple[Passage, ...], *, with_scores: bool) -> list[dict[
 
 
 class SearchServer(ThreadingHTTPServer):
-    """Serves one index. `most_at_once` requests are searched for at a time, each within `seconds`."""
+    """Serves one index. `most_at_once` requests are searched for at a time, each within `seconds`, of which it may wait half."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -129,10 +129,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _retrieve(self, body: bytes) -> list[list[dict[str, object]]]:
         asked = read_request(body)
-        if not self.server.places.acquire(blocking=False):
+        deadline = time.monotonic() + self.server.seconds
+        if not self.server.places.acquire(timeout=self.server.seconds / 2):
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once; ask again in a moment")
         try:
-            return self._search(asked, time.monotonic() + self.server.seconds)
+            return self._search(asked, deadline)
         finally:
             self.server.places.release()
 

@@ -9,8 +9,9 @@ a row has the same bits whatever else is in its step.
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeVar
 
@@ -76,6 +77,10 @@ class Lane:
     def reset(self) -> None:
         """Done already, for all lanes at once."""
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Other lanes think while this one only waits."""
+        return self._lanes.resting()
+
     def _check(self) -> None:
         if self._generation != self._lanes.generation:
             self._generation = self._lanes.generation
@@ -134,12 +139,18 @@ class Lanes:
         """A step; other lanes think while it lasts."""
         request = _Request(work, uniform)
         self._asked.put(request)
-        self._baton.release()
-        try:
+        with self.resting():
             self._await(request)
             if request.flight is None:
                 raise RankLostError("a step was not computed")
             return request.flight.result()
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """The lane that thinks lets others do so."""
+        self._baton.release()
+        try:
+            yield
         finally:
             self._baton.acquire()
 

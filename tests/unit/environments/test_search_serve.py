@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from environments.search.building import build_index
-from environments.search.retrieval import LocalRetriever, Passage, SearchClient, open_retriever
+from environments.search.retrieval import LocalRetriever, Passage, Remembered, SearchClient, open_retriever
 from environments.search.serve import MOST_BODY_BYTES, SearchServer
 from stoa.contracts.errors import ConfigError, FormatError, InfrastructureFaultError
 from tests.unit.environments.papers import texts, write_corpus
@@ -92,12 +94,14 @@ def test_server_refuses_what_is_too_much(server: SearchServer, folder: Path) -> 
     assert post(server, b"{}", path="/other")[0] == 404
     taken = [server.places.acquire(blocking=False) for _ in range(4)]
     assert all(taken)
+    server.seconds, kept = 0.1, server.seconds
     try:
         assert post(server, b'{"queries": ["w1"]}')[0] == 503
     finally:
         server.places.release(4)
+        server.seconds = kept
     assert post(server, b'{"queries": ["w1"]}')[0] == 200
-    server.seconds, kept = 0.0, server.seconds
+    server.seconds = 0.0
     try:
         assert post(server, b'{"queries": ["w1"]}')[0] == 504
     finally:
@@ -171,6 +175,64 @@ def test_client_asks_again_and_forgets_failures(broken: ThreadingHTTPServer) -> 
     assert client.search("liver", 3) == (Passage("", "found", 2.0),)
     assert client.search("liver", 3) == (Passage("", "found", 2.0),)
     assert len(broken.answers) == 1  # pyright: ignore
+
+
+class _Dripping(_Broken):
+    """Sends its body a byte at a time, each well within the limit of a request."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(GOOD)))
+        self.end_headers()
+        for byte in GOOD:
+            if self.server.told_off.wait(0.05):  # pyright: ignore
+                return
+            self.wfile.write(bytes([byte]))
+
+
+def test_server_that_drips_is_given_up_in_time() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Dripping) as serving:
+        serving.told_off = threading.Event()  # pyright: ignore
+        thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        client = SearchClient(f"http://127.0.0.1:{serving.server_address[1]}", attempts=1, seconds=0.3)
+        began = time.monotonic()
+        with pytest.raises(InfrastructureFaultError, match="in time"):
+            client.search("liver", 3)
+        assert time.monotonic() - began < 0.05 * len(GOOD)
+        serving.told_off.set()  # pyright: ignore
+        serving.shutdown()
+        thread.join()
+
+
+def test_what_several_ask_for_at_once_is_looked_for_once_and_an_outage_is_everybodys() -> None:
+    remembered, begun, found = Remembered(), threading.Event(), (Passage("1", "liver", 1.0),)
+    outcomes: list[object] = [InfrastructureFaultError("away"), found]
+
+    def find() -> tuple[Passage, ...]:
+        begun.set()
+        outcome = outcomes.pop(0)
+        # Until the other three wait: each counts as a hit as it finds the search under way.
+        deadline = time.monotonic() + 20.0
+        while remembered.num_hits % 3 or not remembered.num_hits:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        if isinstance(outcome, InfrastructureFaultError):
+            raise outcome
+        return outcome  # pyright: ignore
+
+    for wanted in (InfrastructureFaultError, None):
+        remembered.num_hits = 0
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(remembered.get, "liver", 3, find) for _ in range(4)]
+            for one in asking:
+                if wanted is None:
+                    assert one.result() == found
+                else:
+                    with pytest.raises(wanted):
+                        one.result()
+    assert not outcomes
 
 
 def test_server_that_is_away_is_an_infrastructure_fault() -> None:

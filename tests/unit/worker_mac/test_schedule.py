@@ -1,6 +1,8 @@
 """Schedules on rows without a model: whatever is shared, parked and fed in pieces, every episode is what it is alone."""
 
 import hashlib
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,8 +39,10 @@ class Varied:
     stop_ids = frozenset(range(8))
     limits = Limits(4, 40, LONGEST)
 
-    def __init__(self, common: int = 0) -> None:
+    def __init__(self, common: int = 0, *, waits: bool = False) -> None:
         self.common = common
+        if waits:
+            self.limits = replace(self.limits, reply_seconds=20.0)
 
     def question_ids(self, split: str) -> list[str]:
         return [str(number) for number in range(20)]
@@ -52,6 +56,8 @@ class Varied:
 
     def reply(self, question_id: str, turns: list) -> Reply:
         number = digest([*turns[-1], len(turns)])
+        if self.limits.reply_seconds:
+            time.sleep(number % 5 * 0.0005)
         if number % 3 == 0:
             return Reply((), True, "answered")
         return Reply(tuple(9 + (number + place) % 200 for place in range(1 + number // 3 % 40)), False, "")
@@ -82,7 +88,8 @@ def alone(environment: object, casting: Casting) -> object:
 
 
 @settings(max_examples=40, deadline=None)
-@example(groups=5, size=2, common=96, spare=1, budget=1, rows=2, expected=0)
+@example(groups=5, size=2, common=96, spare=1, budget=1, rows=2, expected=0, waits=False)
+@example(groups=5, size=4, common=96, spare=4, budget=30, rows=9, expected=0, waits=True)
 @given(
     groups=st.integers(1, 5),
     size=st.integers(1, 6),
@@ -91,11 +98,12 @@ def alone(environment: object, casting: Casting) -> object:
     budget=st.integers(1, 90),
     rows=st.integers(1, 30),
     expected=st.sampled_from([0, 60, LONGEST]),
+    waits=st.booleans(),
 )
-def test_every_episode_is_what_it_is_alone_however_it_is_shared_parked_and_fed(
-    groups: int, size: int, common: int, spare: int, budget: int, rows: int, expected: int
+def test_every_episode_is_what_it_is_alone_however_it_is_shared_parked_held_and_fed(
+    groups: int, size: int, common: int, spare: int, budget: int, rows: int, expected: int, waits: bool
 ) -> None:
-    environment = Varied(common)
+    environment = Varied(common, waits=waits)
     dealt = castings(groups, size)
     num_pages = -(-LONGEST // PAGE_TOKENS) + 2 + spare
     scripted = told_apart(next_id)
@@ -104,7 +112,7 @@ def test_every_episode_is_what_it_is_alone_however_it_is_shared_parked_and_fed(
     assert played.num_episodes == len(dealt)
     assert played.most_pages <= num_pages - 1
     for casting in dealt[:: max(1, len(dealt) // 5)]:
-        wanted = alone(environment, casting)
+        wanted = alone(Varied(common), casting)
         episode = found[casting.group][casting.key % 1000]
         np.testing.assert_array_equal(episode.ids, wanted.ids)
         assert (episode.turns, episode.stop_reason, episode.reward) == (wanted.turns, wanted.stop_reason, wanted.reward)

@@ -1,3 +1,7 @@
+import random
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -210,3 +214,87 @@ def test_an_episode_is_bit_identical_alone_in_64_in_any_order_and_parked_and_res
     for group, episodes in ways["parked"][1].items():
         for episode, one in zip(episodes, recorded[group], strict=True):
             np.testing.assert_array_equal(episode.routing, one.routing)
+
+
+class Elsewhere(Dialogue):
+    """The same dialogue whose tools are on a server: each reply takes as long as `delay(question, turns)` does."""
+
+    def __init__(self, delay: Callable[[str, list], object], *, reply_seconds: float = 20.0, **options: object) -> None:
+        super().__init__(**options)
+        self.limits = replace(self.limits, reply_seconds=reply_seconds)
+        self.delay = delay
+
+    def reply(self, question_id: str, turns: list) -> object:
+        self.delay(question_id, turns)
+        return super().reply(question_id, turns)
+
+
+@pytest.mark.parametrize("pages", [None, 33])
+def test_episodes_are_bit_identical_whenever_their_tools_answer(whole: tuple[Played, dict[int, list[Episode]]], pages: int | None) -> None:
+    """Also where memory is short, so that some are parked while they wait."""
+    for seed in (1, 2):
+        moods = random.Random(seed)
+        environment = Elsewhere(lambda question, turns, moods=moods: time.sleep(moods.choice([0.0, 0.001, 0.02])))
+        played, found = play(MODEL, environment, GROUPS, num_pages=pages)
+        assert (played.ended, played.num_episodes, played.num_lost) == (True, 64, 0)
+        assert played.reward_sum == whole[0].reward_sum
+        assert pages is None or played.num_parked > 0
+        for group, episodes in whole[1].items():
+            for one, other in zip(found[group], episodes, strict=True):
+                np.testing.assert_array_equal(one.ids, other.ids)
+                np.testing.assert_array_equal(one.logprobs, other.logprobs)
+                assert (one.turns, one.reward, one.stop_reason) == (other.turns, other.reward, other.stop_reason)
+
+
+def test_routing_is_whole_where_an_episode_ends_while_it_is_parked(whole: tuple[Played, dict[int, list[Episode]]]) -> None:
+    _, recorded = play(MODEL, Dialogue(), GROUPS, record_routing=True)
+    environment = Elsewhere(lambda question, turns: time.sleep(0.01))
+    played, found = play(MODEL, environment, GROUPS, num_pages=33, record_routing=True)
+    assert played.num_parked > 0
+    for group, episodes in recorded.items():
+        for one, other in zip(found[group], episodes, strict=True):
+            np.testing.assert_array_equal(one.routing, other.routing)
+
+
+def test_others_are_decoded_to_their_end_while_one_search_hangs() -> None:
+    gone_on = threading.Event()
+    rows = ScriptedRows(lambda fed: 0)
+    handed: list[int] = []
+
+    class Watched(dict):
+        def __setitem__(self, group: int, _: object) -> None:
+            handed.append(group)
+            if len(handed) == 7:
+                gone_on.set()
+
+    environment = Elsewhere(lambda question, turns: question != "0" or gone_on.wait(20.0))
+    pages = Pages(400, PoolKey(0, "", PAGE_TOKENS, ""))
+    assert Sweep(rows, cast(environment, GROUPS, pages, max_rows=64), environment, GROUPS, Watched().__setitem__).play().ended
+    assert gone_on.is_set()
+    assert handed[7] == 0
+
+
+def test_a_tool_that_gives_no_answer_loses_its_episodes_and_scores_none() -> None:
+    release = threading.Event()
+    environment = Elsewhere(lambda question, turns: question != "3" or release.wait(20.0), reply_seconds=0.4)
+    played, found = play(ScriptedRows(lambda fed: 0), environment, GROUPS[: 5 * 8])
+    release.set()
+    assert (played.ended, played.num_lost) == (True, 8)
+    assert found[3] == []
+    assert all(len(found[group]) == 8 for group in (0, 1, 2, 4))
+
+
+def test_a_sweep_that_only_waits_still_stops_when_it_is_told_to() -> None:
+    release, looks = threading.Event(), [0]
+
+    def should_stop() -> bool:
+        looks[0] += 1
+        return looks[0] > 8
+
+    environment = Elsewhere(lambda question, turns: release.wait(20.0))
+    beats: list[tuple[int, int]] = []
+    options = {"should_stop": should_stop, "on_step": lambda *at: beats.append(at)}
+    played, found = play(ScriptedRows(lambda fed: 0), environment, GROUPS[:8], **options)
+    release.set()
+    assert (played.ended, found) == (False, {})
+    assert len(beats) == 8

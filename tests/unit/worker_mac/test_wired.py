@@ -1,3 +1,5 @@
+import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -47,19 +49,40 @@ def test_a_sweep_on_a_set_is_bit_equal_to_one_machine(config, cuts) -> None:
     same(found, expected)
 
 
-def test_two_halves_in_flight_give_what_one_batch_gives() -> None:
-    state, environment, who = random_state(TINY), Dialogue(), castings(4)
-    _, expected = play(model_of(TINY, state), environment, who)
+class Hanging(Dialogue):
+    """The same whose tools answer the even questions only once two odd ones have been played."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits = replace(self.limits, reply_seconds=30.0)
+        self.others_over = threading.Event()
+
+    def reply(self, question_id: str, turns: list) -> object:
+        assert int(question_id) % 2 or self.others_over.wait(20.0)
+        return super().reply(question_id, turns)
+
+
+@pytest.mark.parametrize("environment", [Dialogue(), Hanging()])
+def test_two_halves_in_flight_give_what_one_batch_gives(environment: Dialogue) -> None:
+    """Also where all that one half does is wait for its tools until the other has come to its end."""
+    state, who = random_state(TINY), castings(4)
+    _, expected = play(model_of(TINY, state), Dialogue(), who)
     with wired_set(TINY, state, [range(2), range(2, 3)]) as wired:
         found, halves, first_page, first_slot = {}, [], 0, 0
         decoder = wired.decoder(81, 40)
         lanes = Lanes(decoder)
+
+        def on_group(group: int, episodes: list) -> None:
+            found[group] = episodes
+            if isinstance(environment, Hanging) and {1, 3} <= set(found):
+                environment.others_over.set()
+
         for half in (0, 1):
             ours = [one for one in who if one.group % 2 == half]
             pages = Pages(40, PoolKey(0, "", PAGE_TOKENS, "float32"))
             schedule = cast(environment, ours, pages, max_rows=len(ours))
             lane = Lane(lanes, first_page, first_slot)
-            halves.append(Sweep(lane, schedule, environment, ours, found.__setitem__).play)
+            halves.append(Sweep(lane, schedule, environment, ours, on_group, apart=lane.apart).play)
             first_page, first_slot = first_page + 39, first_slot + schedule.num_slots - 1
         played = lanes.run(halves)
     assert all(one.ended for one in played)
