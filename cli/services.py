@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
 
 from cli.processes import Child, Household
 from cli.temporal import check_namespace
 from stoa.bucket.keys import MAC_READS
 from stoa.bucket.store import Store
-from stoa.config.load import Credentials, child_environment, mac_credentials
+from stoa.config.load import Credentials, child_environment, load_run, mac_credentials
 from stoa.config.run import Bucket
-from stoa.contracts.errors import MissingExtraError, PortTakenError, ServiceError, ServiceUnavailableError
+from stoa.contracts.errors import MissingExtraError, PortTakenError, ServiceError, ServiceUnavailableError, UsageError
 
 TEMPORAL_PORT: Final = 7233
 UI_PORT: Final = 8233
@@ -36,13 +37,25 @@ _HOST: Final = "127.0.0.1"
 _PROBE_KEY: Final = "probe"
 
 
-@dataclass(frozen=True, slots=True)
-class Ports:
+class Ports(NamedTuple):
     """Ports a person sees; the others are picked free. 0 picks these too."""
 
     temporal: int = 0
     ui: int = 0
     bucket: int = 0
+
+
+def of_demo(folder: Path) -> tuple[Ports, str]:
+    """Where the servers of a demo were, as its config.json tells (Temporal's page had any port), and its run's name.
+
+    Raises UsageError for a folder without a demo's state, ConfigError for a config.json that is none.
+    """
+    config = folder / "config.json"
+    if not config.is_file() or not (folder / "state" / "bucket").is_dir():
+        raise UsageError(f"{folder}: no demo's folder: it has no config.json with state/bucket beside it", hint="`stoa demo` makes one")
+    settings = load_run(config, environ={})
+    temporal, bucket = urlsplit(f"//{settings.temporal.address}").port, urlsplit(settings.bucket.endpoint).port
+    return Ports(temporal or 0, 0, bucket or 0), settings.run
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,13 @@ class Control:
         """What each host's session says of itself; sessions that do not answer are left out."""
         return self._call(self._sessions(run, hosts), run)
 
+    def ended_sessions(self, run: str) -> tuple[SessionStatus, ...]:
+        """What each host's ended session said last: results, for which no worker is needed; empty where the server cannot tell."""
+        try:
+            return self._call(self._ended_sessions(run), run)
+        except (ServiceError, RunMissingError):
+            return ()
+
     def present(self, run: str) -> tuple[str, ...]:
         """Hosts whose sessions of this run are open, by name; empty where the server cannot tell."""
         try:
@@ -217,11 +224,28 @@ class Control:
         return tuple(status for status in await asyncio.gather(*map(one, hosts)) if status is not None)
 
     async def _present(self, run: str) -> tuple[str, ...]:
+        return await self._hosts(run, "Running")
+
+    async def _hosts(self, run: str, status: str) -> tuple[str, ...]:
+        """Hosts with a session of this run in this state of Temporal's."""
         client = await self._client(self._settings.namespace_mac)
         first = names.session_workflow_id(run, "")
-        asked = f"ExecutionStatus = 'Running' AND WorkflowId STARTS_WITH '{first}'"
+        asked = f"ExecutionStatus = '{status}' AND WorkflowId STARTS_WITH '{first}'"
         found = [one.id async for one in client.list_workflows(asked, limit=MOST_LISTED, rpc_timeout=timedelta(seconds=QUERY_SECONDS))]
-        return tuple(sorted(name.removeprefix(first) for name in found))
+        return tuple(sorted({name.removeprefix(first) for name in found}))
+
+    async def _ended_sessions(self, run: str) -> tuple[SessionStatus, ...]:
+        client = await self._client(self._settings.namespace_mac)
+
+        async def one(host: str) -> SessionStatus | None:
+            handle = client.get_workflow_handle(names.session_workflow_id(run, host), result_type=SessionStatus)
+            try:
+                return await handle.result(rpc_timeout=timedelta(seconds=QUERY_SECONDS))
+            except (RPCError, WorkflowFailureError):
+                return None  # the newest session of this host failed, or is open again
+
+        hosts = await self._hosts(run, "Completed")
+        return tuple(said for said in await asyncio.gather(*map(one, hosts)) if said is not None)
 
     async def _update(
         self, run: str, update: str, argument: Ask | MacAsk | AnchorCadence | EvalAsk, result_type: type[ResultT] | None = None
@@ -290,7 +314,9 @@ def innermost(failure: BaseException) -> str:
 def _typed(problem: RPCError, address: str, run: str) -> ServiceError | RunMissingError:
     if problem.status == RPCStatusCode.NOT_FOUND and run:
         return RunMissingError(f"run {run}: Temporal at {address} knows no such run", hint="start it with `stoa run CONFIG`")
-    if problem.status in (RPCStatusCode.CANCELLED, RPCStatusCode.DEADLINE_EXCEEDED) and run:
+    # The last of the three is how a server tells at once that no worker has asked for this run's tasks of late.
+    silent = (RPCStatusCode.CANCELLED, RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.FAILED_PRECONDITION)
+    if problem.status in silent and run:
         return ServiceUnavailableError(f"run {run}: its control process does not answer", hint="is `python -m trainer_gpu.worker` running?")
     if problem.status in (RPCStatusCode.PERMISSION_DENIED, RPCStatusCode.UNAUTHENTICATED):
         return AccessDeniedError(f"Temporal at {address} refused us: {problem.message}")

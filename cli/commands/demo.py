@@ -71,3 +71,4 @@ def tell(folder: Path, summary: "Summary") -> None:
     if summary.audit.clean:
         say.talk("audit           no group trained twice, no version published twice, chain whole")
     say.talk(f"report          {folder / 'report.html'}")
+    say.talk(f"open it again   `stoa services --demo {folder}`, then `stoa status {summary.run} --config {folder / 'config.json'}`")

@@ -5,7 +5,7 @@ The only maker of a `RunRecord`. It never writes. What is not there yet (before 
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -59,6 +59,7 @@ class Collector:
         self._seen_versions = -1
         self._status: RunStatus | None = None
         self._silence = ""
+        self._end_reason = ""
         self._ended_at = 0.0
         self._was_running = False
         self._waits: Counter[str] = Counter()
@@ -154,9 +155,26 @@ class Collector:
             self._gpu_hours = self._used(run, self._status)
         except RunMissingError as problem:
             self._silence = f"nothing: {problem.message}; `stoa run CONFIG --resume` goes on with it"
+            self._recall()
         except ServiceError as problem:
             # The view must live on while Temporal or the control process starts again; the last answers stand.
             self._silence = problem.message if self._status is not None else _NOT_YET
+            self._recall()
+
+    def _recall(self) -> None:
+        """Of a run that HEAD calls ended and whose workers are gone: what its workflows left as results, else what its steps tell."""
+        if self._control is None or self._status is not None or self._head is None or self._head.state not in _ENDED:
+            return
+        self._silence = ""
+        try:
+            result = self._control.result(self._document.run)
+        except (ServiceError, RunMissingError):
+            pass  # Temporal is away, or has forgotten the run
+        else:
+            self._end_reason, self._gpu_hours = result.end_reason, result.gpu_hours
+            self._sessions |= {said.host: said for said in self._control.ended_sessions(self._document.run)}
+        for host, told in sessions_of(manifest for _, manifest in self._steps).items():
+            self._sessions.setdefault(host, told)
 
     def _used(self, run: str, status: RunStatus) -> float:
         """GPU hours: of an ended run those of its result, since the clock of a query runs on."""
@@ -194,7 +212,7 @@ class Collector:
             facts=facts,
             state=state,
             waiting_for=self._silence or (status.waiting_for if status is not None else ""),
-            end_reason=status.end_reason if status is not None else "",
+            end_reason=status.end_reason if status is not None else self._end_reason,
             started_at=started_at,
             ended_at=ended_at,
             version=head.version if head is not None else -1,
@@ -233,6 +251,22 @@ def facts_of(document: RunDocument) -> RunFacts:
 def with_end(record: RunRecord, *, restarts: Mapping[str, int], end_reason: str = "") -> RunRecord:
     """The record of a run this process has watched: how often workers were started again, and why it ended."""
     return replace(record, restarts=dict(restarts), end_reason=end_reason or record.end_reason)
+
+
+def sessions_of(steps: Iterable[StepManifest]) -> dict[str, SessionStatus]:
+    """What step manifests tell of each Mac, for a run whose sessions nobody remembers: its groups and tokens, no times and no bytes."""
+    counted: dict[str, SessionStatus] = {}
+    for manifest in steps:
+        for host, counts in manifest.hosts.items():
+            so_far = counted.get(host, SessionStatus(host, "ended", 0, -1, reason="told by the bucket alone"))
+            counted[host] = replace(
+                so_far,
+                version=max(so_far.version, manifest.version),
+                num_groups=so_far.num_groups + counts.accepted,
+                num_sampled_tokens=so_far.num_sampled_tokens + counts.num_sampled_tokens,
+                pull_latency_seconds_last=counts.pull_latency_seconds or so_far.pull_latency_seconds_last,
+            )
+    return counted
 
 
 def _step_row(key: str, manifest: StepManifest) -> StepRow:

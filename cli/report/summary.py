@@ -18,6 +18,14 @@ from stoa.contracts.fleet_messages import SessionStatus
 
 STEADY_FROM_VERSION: Final = 2
 """Idle shares are measured from the steps on this version on: before it processes start and the first groups arrive."""
+_WAITS: Final = {
+    "room": "room within the staleness bound",
+    "turn": "their turn among the Macs",
+    "version": "a first version",
+    "run": "a run that was paused or ended",
+    "answer": "an answer of the control process",
+}
+"""What a session counts its waits by -> in words."""
 _EQUAL_REWARDS: Final = ("all_zero", "all_one", "all_equal")
 
 
@@ -266,19 +274,38 @@ def rollout_time_share(record: RunRecord) -> float:
 
 
 def idle_reason(record: RunRecord, trainer: float, mac: float) -> str:
-    """One sentence on what was waited for when a share is above 5 %; empty when nothing is."""
+    """What was waited for when a share is above 5 %, and who set the pace by these shares; empty when neither is."""
     said: list[str] = []
     if trainer > 0.05:
         equal = sum(reason in _EQUAL_REWARDS for row in record.steps for reason in row.dropped.values())
-        said.append(
-            f"the trainer waited for groups {trainer:.0%} of its time ({equal} groups had equal rewards and taught nothing): "
-            "more Macs would help"
-        )
+        said.append(f"the trainer waited for groups {trainer:.0%} of its time ({equal} groups had equal rewards and taught nothing)")
+    what, share = main_wait(record)
     if mac > 0.05:
-        heard = Counter(record.waits).most_common(1)
-        why = f"mostly: {heard[0][0]}" if heard else "for room within the staleness bound: the trainer set the pace"
-        said.append(f"Macs waited {mac:.0%} of their time between sweeps, {why}")
+        said.append(f"Macs waited {mac:.0%} of their time between sweeps" + (f", {share}for {what}" if what else ""))
+    if trainer > 0.05 and mac > 0.05:
+        slower = "the Macs are the slower side: more of them would help" if trainer > mac else "the trainer is the slower side"
+        said.append(f"they waited for each other in turns; on the whole {slower}")
+    elif trainer > 0.05:
+        said.append("the Macs set the pace: more of them would help")
+    elif mac > 0.05 and what in ("", _WAITS["room"]):
+        said.append("the trainer set the pace")
     return "; ".join(said)
+
+
+def main_wait(record: RunRecord) -> tuple[str, str]:
+    """What the Macs waited for most once start-up was over, by the seconds their sessions counted; and its share, if of several."""
+    before = {s.host: s.waits for s in record.sessions_early}
+    counted: Counter[str] = Counter()
+    for session in record.sessions:
+        for kind, seconds in session.waits.items():
+            counted[kind] += max(0.0, seconds - before.get(session.host, {}).get(kind, 0.0))
+    whole = sum(counted.values())
+    if whole <= 0:
+        heard = Counter(record.waits).most_common(1)
+        return (heard[0][0], "mostly ") if heard else ("", "")
+    kind, seconds = counted.most_common(1)[0]
+    share = "" if seconds > 0.995 * whole else f"{seconds / whole:.0%} of it "
+    return _WAITS.get(kind, kind), share
 
 
 def pull_latencies(record: RunRecord) -> list[float]:

@@ -11,12 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+STOA = (sys.executable, "-m", "cli.main")
 SHORT = ["--set", "evaluation.num_questions=16", "--set", "evaluation.num_questions_final=32", "--set", "evaluation.questions_a_part=16"]
 
 
 def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("STOA_", "AWS_"))}
-    command = [sys.executable, "-m", "cli.main", "demo", "--out", str(out), *SHORT, *arguments]
+    command = [*STOA, "demo", "--out", str(out), *SHORT, *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
 
 
@@ -60,6 +61,40 @@ def nothing_left(out: Path, seconds: float = 25.0) -> bool:
     return left_behind(out) == []
 
 
+def opened_again(out: Path, report: dict[str, object]) -> None:
+    """The servers of a demo that has ended come up where they were, and what reads a run reads it as it was."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("STOA_", "AWS_"))}
+    services = subprocess.Popen([*STOA, "services", "--demo", str(out)], stderr=subprocess.PIPE, text=True, env=env)
+    assert services.stderr is not None
+
+    def look(*command: str) -> str:
+        done = subprocess.run([*STOA, *command, "--config", str(out / "config.json")], capture_output=True, text=True, timeout=60, env=env)
+        assert done.returncode == 0, (command, done.stderr)
+        return done.stdout
+
+    try:
+        while "Ctrl-C" not in (line := services.stderr.readline()):
+            assert line, "it ended before both servers answered"
+        status = json.loads(look("status", "demo", "--json"))
+        assert (status["state"], status["step"], status["version"], status["waiting_for"]) == ("stopped", 8, 2, "")
+        assert status["end_reason"] == report["end_reason"] == "all 8 steps are done"
+        assert {mac["host"]: mac["bytes_down"] for mac in status["macs"]} == {mac["host"]: mac["bytes_down"] for mac in report["macs"]}  # type: ignore[attr-defined]
+        again = json.loads(look("report", "demo", "--json", "--out", str(out / "again")))
+        for name in ("pass_at_1", "groups_trained", "audit", "bytes_pulled", "bytes_pushed", "delta_bytes_median", "trainer_idle_fraction"):
+            assert again[name] == report[name], name
+        look("live", "demo", "--snapshot", str(out / "live.svg"), "--every", "0.2")
+        assert "all 8 steps are done" in (out / "live.svg").read_text().replace("&#160;", " ")
+        assert [one["version"] for one in json.loads(look("eval", "demo", "--json"))][-1] == 2
+        episode = json.loads(look("episode", "ls", "demo", "--json", "--limit", "1"))["episodes"][0]["id"]
+        assert "turn 1" in look("episode", "show", "demo", episode)
+        look("export", "demo", str(out / "exported"))
+    finally:
+        services.send_signal(signal.SIGINT)
+        services.communicate(timeout=30)
+    assert services.returncode == 3
+    assert nothing_left(out)
+
+
 @pytest.mark.loop
 @pytest.mark.timeout(300)
 def test_demo_ends_at_its_last_step_reports_and_leaves_nothing(tmp_path: Path) -> None:
@@ -81,7 +116,9 @@ def test_demo_ends_at_its_last_step_reports_and_leaves_nothing(tmp_path: Path) -
     assert (out / "report.html").is_file() and (out / "plots" / "learning.png").is_file()
     for part in ("Temporal page: http://127.0.0.1:", "version 2  step 8/8", "held-out at version 2", "pass@1", "search rate", "delta "):
         assert part in said
+    assert "stoa services --demo" in said
     assert nothing_left(out)
+    opened_again(out, report)
     logs = "".join(path.read_text(errors="replace") for path in (out / "logs").iterdir())
     assert "Traceback" not in logs, "a clean end is told as one"
     for secret in ("stoa-on-loopback", (out / "state" / "signing.key").read_text().strip()):

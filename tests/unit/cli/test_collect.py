@@ -7,9 +7,11 @@ from typing import cast
 
 import pytest
 
-from cli.report.collect import Collector
+from cli.report.collect import Collector, sessions_of
 from cli.temporal import Control
-from stoa.bucket.steps import STEP_FORMAT, StepManifest, write_step
+from stoa.bucket.steps import STEP_FORMAT, HostCounts, StepManifest, write_step
+from stoa.contracts.errors import RunMissingError, ServiceUnavailableError
+from stoa.contracts.fleet_messages import SessionStatus
 from stoa.contracts.messages import RunResult, RunStatus
 from tests.unit.weights.small_run import SmallRun
 
@@ -56,3 +58,47 @@ def test_gpu_hours_of_an_ended_run_are_those_of_its_result(store, tmp_path) -> N
     assert Collector(run.document, store, cast(Control, control)).collect().gpu_hours == 2.0
     control.status = lambda _: replace(ended, state="running")
     assert Collector(run.document, store, cast(Control, control)).collect().gpu_hours == 9.0
+
+
+class _Gone:
+    """Temporal after a run's workers have ended: queries find nobody, results are kept, or `forgotten`."""
+
+    def __init__(self, *, forgotten: bool) -> None:
+        self._forgotten = forgotten
+
+    def status(self, _run: str) -> RunStatus:
+        raise ServiceUnavailableError("its control process does not answer")
+
+    def result(self, run: str) -> RunResult:
+        if self._forgotten:
+            raise RunMissingError(f"run {run}: no such run")
+        return RunResult(run, "all 2 steps are done", 2, 0, gpu_hours=0.5)
+
+    def ended_sessions(self, _run: str) -> tuple[SessionStatus, ...]:
+        return (SessionStatus("mac-1", "ended", 9, 1, num_groups=7, bytes_down=11),)
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_run_that_ended_is_told_when_its_workers_are_gone(store, tmp_path, forgotten: bool) -> None:
+    run = SmallRun(store, tmp_path)
+    key = ""
+    for step in (1, 2):
+        hosts = {"mac-1": HostCounts(accepted=2, num_sampled_tokens=30), "mac-2": HostCounts(accepted=step)}
+        key = write_step(store, StepManifest(STEP_FORMAT, "small", 1000, step, 0, key, (), (), (), hosts, {}, 9.0, 0.0, 0.1))
+        run.head = run.writer.swap(1000, step=step, step_manifest_key=key)
+    collector = Collector(run.document, store, cast(Control, _Gone(forgotten=forgotten)))
+    assert "control process" in collector.collect().waiting_for, "a run that goes on waits for it"
+    run.writer.swap(1000, state="stopped")
+    found = collector.collect()
+    assert (found.state, found.waiting_for, found.step) == ("stopped", "", 2)
+    assert (found.end_reason, found.gpu_hours) == (("", 0.0) if forgotten else ("all 2 steps are done", 0.5))
+    macs = {session.host: (session.state, session.num_groups, session.bytes_down) for session in found.sessions}
+    assert macs == {"mac-1": ("ended", 4, 0) if forgotten else ("ended", 7, 11), "mac-2": ("ended", 3, 0)}
+
+
+def test_of_a_mac_steps_tell_groups_and_tokens_but_no_times() -> None:
+    counts = HostCounts(accepted=2, num_sampled_tokens=30, decode_seconds=5.0, pull_latency_seconds=0.5)
+    steps = [StepManifest(STEP_FORMAT, "small", 1, n, n - 1, "", (), (), (), {"a": counts}, {}, 1.0, 0.0, 0.1) for n in (1, 2)]
+    told = sessions_of(steps)["a"]
+    assert (told.num_groups, told.num_sampled_tokens, told.version, told.pull_latency_seconds_last) == (4, 60, 1, 0.5)
+    assert told.decode_seconds == 0.0, "a manifest has that of the newest sweep alone: sums of it mean nothing"

@@ -68,6 +68,34 @@ def test_idle_above_five_percent_is_explained() -> None:
     assert "no room" in said
 
 
+def told(trainer_wait: float, mac_idle: float, waits: dict[str, float], early: dict[str, float] | None = None) -> str:
+    """A run whose steps train 1.5 s each and whose Mac is busy 3 s."""
+    steps = tuple(step(n, version=2, wait_seconds=trainer_wait) for n in (1, 2))
+    before = (
+        () if early is None else (session("mac-1", decode_seconds=0.0, pull_seconds=0.0, apply_seconds=0.0, idle_seconds=0.0, waits=early),)
+    )
+    mac = session("mac-1", idle_seconds=mac_idle, waits=waits)
+    return summarise(record(steps=steps, sessions=(mac,), sessions_early=before)).idle_reason
+
+
+def test_pace_is_told_by_the_measured_shares() -> None:
+    assert told(0.0, 1.0, {"room": 1.0}) == (
+        "Macs waited 25% of their time between sweeps, for room within the staleness bound; the trainer set the pace"
+    )
+    said = told(4.5, 1.0, {"room": 3.0, "turn": 1.0})
+    assert "trainer waited for groups 75%" in said
+    assert "75% of it for room within the staleness bound" in said
+    assert "set the pace" not in said, "a trainer that waits three quarters of its time sets no pace"
+    assert said.endswith("on the whole the Macs are the slower side: more of them would help")
+    assert told(0.3, 3.0, {"room": 3.0}).endswith("on the whole the trainer is the slower side")
+    assert told(4.5, 0.0, {}).endswith("the Macs set the pace: more of them would help")
+    assert told(0.0, 1.0, {"answer": 1.0}).endswith("for an answer of the control process"), "that is nobody's pace"
+
+
+def test_waits_of_the_start_are_left_out() -> None:
+    assert "their turn among the Macs" in told(0.0, 1.0, {"version": 9.0, "turn": 1.0}, early={"version": 9.0})
+
+
 def test_idle_below_five_percent_is_not() -> None:
     calm = record(steps=(step(1, wait_seconds=0.01),), sessions=(session("mac-1", idle_seconds=0.01),))
     assert summarise(calm).idle_reason == ""
