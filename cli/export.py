@@ -4,6 +4,7 @@ An export is done only when another library has loaded it and said the same; the
 """
 
 import tempfile
+import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,9 +60,13 @@ def export_hf(document: RunDocument, store: Store, folder: Path) -> Export:
     for module in ("torch", "megatron", "transformers"):
         if find_spec(module) is None:
             raise MissingExtraError(f"an export for transformers needs {module}", hint="run `pip install 'stoa[gpu]'`")
-    from trainer_gpu.export import export_hub
+    with warnings.catch_warnings():
+        # What the libraries say of themselves while they are loaded: which faster parts are not installed.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch)\.")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch)\.")
+        from trainer_gpu.export import export_hub
 
-    done = export_hub(document, store, folder)
+        done = export_hub(document, store, folder)
     return Export(f"step {done.step}", done.num_bytes, done.max_logit_difference)
 
 

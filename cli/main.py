@@ -100,7 +100,7 @@ def run(tokens: Sequence[str]) -> Exit:
             log.configure(level="warning", json_lines=False)
         result = build()(tokens, exit_on_error=False, print_error=False)
     except CycloptsError as problem:
-        say.error(_usage_text(problem), "see `stoa --help`")
+        say.error(_usage_text(problem), f"see `{' '.join(('stoa', *(problem.command_chain or ()), '--help'))}`")
         return Exit.WRONG_USE
     except StoaError as problem:
         return say.fault(problem)

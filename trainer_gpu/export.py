@@ -94,6 +94,10 @@ def compare(model: GPTModel, config: Lfm2Config, folder: Path) -> float:
     Raises CheckpointError if it is above MAX_DIFFERENCE of the largest logit.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - seconds of import, for an export only
+    from transformers.utils import logging as talk  # noqa: PLC0415
+
+    talk.set_verbosity_error()
+    talk.disable_progress_bar()
 
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (_NUM_SEQUENCES, _NUM_TOKENS), generator=draw)

@@ -1,4 +1,4 @@
-"""This machine: disk and memory for the model, a worker that runs or has parked itself, other programs on the GPU, power.
+"""This machine: disk and memory for the model, a worker that runs or has parked itself, other programs with a model, power.
 
 What a Mac's owner allows, and what its senses say now, is decided by the worker's own table.
 """
@@ -7,7 +7,7 @@ import getpass
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +37,7 @@ LONGEST_TOKENS: Final = 4096
 HOME_BYTES_A_PARAMETER: Final = 5
 """A trainer's host keeps the base checkpoint (2), a mirror of the published weights and what is on its way (1.06 each)."""
 _MLX: Final = re.compile(r"/libmlx\.(dylib|so)")
-_GPU_PROGRAMS: Final = ("ollama", "lm studio", "llama-server", "exo")
+_MODEL_PROGRAMS: Final = ("ollama", "lm studio", "llama-server", "exo")
 _SLEEP_DISABLED: Final = re.compile(r"^\s*SleepDisabled\s+1", re.MULTILINE)
 AGENTS: Final = Path.home() / "Library" / "LaunchAgents"
 
@@ -137,24 +137,35 @@ def check_worker(scene: Scene, service: Service | None = None) -> Finding | None
 
 
 def check_programs(scene: Scene) -> Finding | None:
-    """A second program on the GPU has crashed Macs, and takes memory that was planned with."""
+    """A second program with a model: on a Mac's GPU two have crashed it, elsewhere it takes processor and memory."""
     if not scene.is_mac:
         return None
-    found = gpu_programs(ignore=lock_holder(scene.folder) or 0)
-    if found:
-        named = ", ".join(f"{name} (process {pid})" for pid, name in sorted(found.items())[:4])
+    return programs_finding(other_programs(ignore=lock_holder(scene.folder) or 0))
+
+
+def programs_finding(found: Mapping[int, str], platform_name: str = sys.platform) -> Finding:
+    """The row of other programs. `found`: process id -> name."""
+    if not found:
+        return good(PROGRAMS, "no other program uses MLX")
+    named = ", ".join(f"{name} (process {pid})" for pid, name in sorted(found.items())[:4])
+    named += f" and {len(found) - 4} more" if len(found) > 4 else ""
+    if platform_name == "darwin":
         return warn(PROGRAMS, f"on the GPU besides us: {named}", "end them while groups are played: two have crashed Macs")
-    return good(PROGRAMS, "no other program uses MLX")
+    return warn(
+        PROGRAMS,
+        f"on this processor besides us, with MLX or a model: {named}",
+        "nothing to do if they are workers of yours: each is slower for the others",
+    )
 
 
-def gpu_programs(ignore: int, tool: Callable[[tuple[str, ...]], str] = run_tool, platform_name: str = sys.platform) -> dict[int, str]:
-    """Process ids and names of programs of this user that have MLX loaded or are known to use the GPU for models."""
+def other_programs(ignore: int, tool: Callable[[tuple[str, ...]], str] = run_tool, platform_name: str = sys.platform) -> dict[int, str]:
+    """Process ids and names of programs of this user that have MLX loaded or are known to serve models."""
     ours = {psutil.Process().pid, ignore}
     listed = mapped_on_mac(tool(("lsof", "-w", "-a", "-u", getpass.getuser(), "-d", "txt", "-Fpcn"))) if platform_name == "darwin" else {}
     for process in psutil.process_iter():
         try:
             name = process.name()
-            if name.lower().startswith(_GPU_PROGRAMS) or (platform_name == "linux" and _maps_mlx(process)):
+            if name.lower().startswith(_MODEL_PROGRAMS) or (platform_name == "linux" and _maps_mlx(process)):
                 listed[process.pid] = name
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from cli.doctor.finding import Finding, bad, good, warn
-from cli.doctor.machine import gpu_programs
+from cli.doctor.machine import other_programs
 from cli.doctor.scene import Scene
 from cli.say import bytes_text
 from stoa.chat.render import ChatRenderer, Message
@@ -75,7 +75,7 @@ def _untested(scene: Scene) -> Finding | None:
     holder = lock_holder(scene.folder)
     if holder is not None:
         return good(SELF_TEST, f"not repeated beside process {holder}, which passed its own")
-    if sys.platform == "darwin" and gpu_programs(ignore=0):
+    if sys.platform == "darwin" and other_programs(ignore=0):
         return warn(SELF_TEST, "not made: another program uses the GPU", "end it and ask again; a worker tests itself at its start")
     return None
 

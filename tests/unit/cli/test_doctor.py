@@ -228,7 +228,7 @@ def test_a_second_program_with_mlx_is_found_here_and_ones_own_is_not(scene: Scen
     with subprocess.Popen([sys.executable, "-c", holding], stdout=subprocess.PIPE, start_new_session=True) as other:
         try:
             assert other.stdout is not None and other.stdout.readline()
-            own = [pid for pid in machine.gpu_programs(ignore=0) if pid == other.pid]
+            own = [pid for pid in machine.other_programs(ignore=0) if pid == other.pid]
             assert own == []  # a child of this process
             starts = (
                 f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {holding!r}], stdout=subprocess.PIPE, "
@@ -237,12 +237,25 @@ def test_a_second_program_with_mlx_is_found_here_and_ones_own_is_not(scene: Scen
             orphan = subprocess.run([sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True, timeout=50)
             pid = int(orphan.stdout)
             try:
-                assert pid in machine.gpu_programs(ignore=0)
-                assert pid not in machine.gpu_programs(ignore=pid)
+                assert pid in machine.other_programs(ignore=0)
+                assert pid not in machine.other_programs(ignore=pid)
             finally:
                 os.kill(pid, 9)
         finally:
             other.kill()
+
+
+def test_other_programs_are_said_to_be_where_they_are() -> None:
+    many = dict.fromkeys(range(11, 17), "python")
+    assert "GPU" in machine.programs_finding(many, "darwin").found
+    here = machine.programs_finding(many, "linux")
+    assert (here.verdict, here.found) == (
+        "warn",
+        "on this processor besides us, with MLX or a model: "
+        "python (process 11), python (process 12), python (process 13), python (process 14) and 2 more",
+    )
+    assert "GPU" not in here.fix and "Mac" not in here.fix
+    assert machine.programs_finding({}, "linux").verdict == "pass"
 
 
 @pytest.mark.parametrize(("version", "old"), [("14.6.1", True), ("15.0", False), ("26.1", False), ("", False)])

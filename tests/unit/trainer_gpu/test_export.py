@@ -30,7 +30,9 @@ from trainer_gpu.weights import saved_buffers
 @pytest.mark.loop
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_checkpoint_and_version_open_elsewhere_with_the_same_logits(dtype: str, store: Store, tmp_path: Path) -> None:
+def test_checkpoint_and_version_open_elsewhere_with_the_same_logits(
+    dtype: str, store: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     handle = start_run(store, config_of(store, groups_per_step=2, dtype=dtype, learning_rate=1e-3))
     engine = TrainerEngine(handle)
     token = engine.acquire(AcquireRequest("test", 1), 1, Reports()).token
@@ -40,7 +42,9 @@ def test_checkpoint_and_version_open_elsewhere_with_the_same_logits(dtype: str, 
     assert engine.train_step(StepRequest("test", token, 1), Reports()).status == "done"
     engine.checkpoint(CheckpointRequest("test", token, 1), Reports())
 
+    capfd.readouterr()
     done = export_hf(handle.document, store, tmp_path / "hf")
+    assert capfd.readouterr() == ("", ""), "what libraries say while they load is not for a person who exports"
     assert done.what == "step 1"
     assert done.max_logit_difference is not None and done.max_logit_difference < 1e-4
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
