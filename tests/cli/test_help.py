@@ -17,6 +17,8 @@ HEAVY = (
     "numpy",
     "textual",
     "jinja2",
+    "markdown_it",
+    "pygments",
     "temporalio",
     "boto3",
     "matplotlib",
@@ -106,6 +108,12 @@ def test_mistyped_flag_names_the_nearest() -> None:
     done = stoa("demo", "--worker", "2")
     assert done.returncode == 2
     assert "--workers" in done.stderr
+    assert done.stderr.endswith("hint: see `stoa demo --help`\n")
+
+
+def test_hint_after_a_wrong_use_names_the_command_as_far_as_it_was_known() -> None:
+    assert stoa("episode", "show").stderr.endswith("hint: see `stoa episode show --help`\n")
+    assert stoa("nonsense").stderr.endswith("hint: see `stoa --help`\n")
 
 
 def test_set_takes_one_value_so_that_a_file_may_follow() -> None:
