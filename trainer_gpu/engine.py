@@ -186,6 +186,7 @@ class TrainerEngine:
         if lease.fresh_changed_fraction is not None:
             metrics["changed_fraction"] = lease.fresh_changed_fraction
             lease.fresh_changed_fraction = None
+        metrics["trainer_wait_share"] = taken.wait_seconds / max(taken.wait_seconds + train_seconds, 1e-9)
         named, lease.fresh_latency = lease.fresh_latency, None
         if named is not None:
             metrics["publish_latency_version"], metrics["publish_latency_seconds"] = named

@@ -81,6 +81,8 @@ class _Tally:
     num_accepted: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     num_sampled_tokens: int = 0
+    num_episodes: int = 0
+    num_missing: int = 0
     newest: Group | None = None
 
     def add(self, later: "_Tally") -> None:
@@ -88,6 +90,8 @@ class _Tally:
         self.num_accepted += later.num_accepted
         self.refused += later.refused
         self.num_sampled_tokens += later.num_sampled_tokens
+        self.num_episodes += later.num_episodes
+        self.num_missing += later.num_missing
         self.newest = later.newest or self.newest
 
     def counts(self, *, quarantined: bool) -> HostCounts:
@@ -102,6 +106,10 @@ class _Tally:
             decode_seconds=timings.decode_seconds,
             pull_latency_seconds=timings.pull_latency_seconds,
             idle_seconds=timings.idle_seconds,
+            num_missing_episodes=self.num_missing,
+            batch_occupancy=timings.batch_occupancy,
+            prefix_hit_share=timings.prefix_hit_share,
+            peak_memory_bytes=timings.peak_memory_bytes,
         )
 
 
@@ -146,6 +154,8 @@ class Intake:
         """Of the refused, those that the step in progress tells of; what comes meanwhile is the next one's."""
         self._told: dict[str, _Tally] = {}
         """Tallies the same."""
+        self._counted_from = self._told_at = time.monotonic()
+        """When the tallies began, and when those that are told of ended."""
         self._noted = 0
         self._quarantined: frozenset[str] = frozenset()
         self._away = False
@@ -223,6 +233,7 @@ class Intake:
             del self._refused[: self._num_told]
             self._num_told = 0
             self._told = {}
+            self._counted_from = self._told_at
             self._noted = 0
 
     def put_back(self) -> None:
@@ -238,9 +249,10 @@ class Intake:
         drops = tuple(Dropped(drop.key, drop.reason) for drop in self._buffer.drops)
         # Those shut out are named in every step: what they did before must not count against them after a release.
         self._num_told, self._told, self._tallies = len(self._refused), self._tallies, {}
+        self._told_at = time.monotonic()
         tallies = {name: self._told.get(name, _Tally()) for name in self._told.keys() | self._quarantined}
         hosts = {name: tally.counts(quarantined=name in self._quarantined) for name, tally in sorted(tallies.items())}
-        return Taken(groups, keys, drops, tuple(self._refused), hosts, waited, self._metrics(keys))
+        return Taken(groups, keys, drops, tuple(self._refused), hosts, waited, self._metrics(keys) | self._fleet_metrics())
 
     def _metrics(self, taken: tuple[str, ...]) -> dict[str, float]:
         now = time.monotonic()
@@ -252,6 +264,23 @@ class Intake:
         found["quarantined_share"] = num / len(self._known_hosts | self._quarantined) if num > 1 else 0.0
         stale = [drop.num_tokens for drop in self._buffer.drops if drop.reason == "stale" and drop.num_tokens]
         return found | ({"stale_group_tokens_mean": sum(stale) / len(stale)} if stale else {})
+
+    def _fleet_metrics(self) -> dict[str, float]:
+        """What the fleet brought since the step before, and how busy those say they are that do."""
+        seconds = max(self._told_at - self._counted_from, 1e-3)
+        tallies = self._told.values()
+        found = {
+            "groups_accepted": float(sum(tally.num_accepted for tally in tallies)),
+            "groups_waiting": float(self._buffer.num_waiting),
+            "fleet_tokens_per_second": sum(tally.num_sampled_tokens for tally in tallies) / seconds,
+            "fleet_episodes_per_hour": 3600.0 * sum(tally.num_episodes for tally in tallies) / seconds,
+        }
+        said = [tally.newest.timings for tally in tallies if tally.newest is not None and tally.newest.timings.peak_memory_bytes]
+        if said:
+            found["batch_occupancy_mean"] = sum(one.batch_occupancy for one in said) / len(said)
+            found["prefix_hit_mean"] = sum(one.prefix_hit_share for one in said) / len(said)
+            found["peak_memory_bytes_max"] = float(max(one.peak_memory_bytes for one in said))
+        return found
 
     def _unnoted(self) -> tuple[Dropped, ...]:
         """Groups dropped or refused since the last step of which no note was made; counts them as noted."""
@@ -358,6 +387,8 @@ class Intake:
                 tally = self._tallies.setdefault(group.host, _Tally())
                 tally.num_accepted += 1
                 tally.num_sampled_tokens += sum(len(episode.logprobs) for episode in group.episodes)
+                tally.num_episodes += len(group.episodes)
+                tally.num_missing += self._rules.group_size - len(group.episodes)
                 tally.newest = group
             self._changed.notify_all()
 

@@ -360,12 +360,16 @@ class MacEngine:
         run.num_shipped, run.last_key = run.num_shipped + 1, key
 
     def _record(self, run: _Run, index: int, question_id: str, seed: int, episodes: list[Episode]) -> Group:
+        load = self._player.load
         timings = Timings(
             sweep_started_at=run.started_at,
             decode_seconds=time.monotonic() - run.began,
             pull_latency_seconds=run.pulled.latency_seconds,
             idle_seconds=run.idle_seconds,
             num_sampled_tokens=sum(len(episode.logprobs) for episode in episodes),
+            batch_occupancy=min(1.0, load.batch_occupancy),
+            prefix_hit_share=load.prefix_hit_share,
+            peak_memory_bytes=load.peak_memory_bytes,
         )
         return Group(
             run=self._run,

@@ -5,6 +5,7 @@ methods but `groups` are for the engine's thread.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,7 @@ from worker_mac.model_config import ModelConfig
 from worker_mac.pace import MOST_TOKENS, Pace
 from worker_mac.pages import Pages, PoolKey
 from worker_mac.sampler import NEUTRAL, Sampling
+from worker_mac.schedule import Schedule, State
 from worker_mac.sweep import Casting, OnGroup, Played, Sweep, cast
 from worker_mac.versions import Served
 from worker_mac.width import choose_groups, learn, read_knee, read_learned, write_learned
@@ -36,6 +38,18 @@ MOST_SPARE: Final = 1.25
 """A pool is kept for the next sweep unless it is larger than needed by more than this: prompts differ a little in length."""
 _WIDEST: Final = 64
 """Groups that memory is asked for at most."""
+
+
+@dataclass(slots=True)
+class Load:
+    """How a sweep has used this Mac so far; nothing is said of a wired set."""
+
+    batch_occupancy: float = 0.0
+    """Mean episodes of a step over the most that could run at once."""
+    prefix_hit_share: float = 0.0
+    """Share of the prompt tokens of episodes begun that were in the cache already; those fed again count against it."""
+    peak_memory_bytes: int = 0
+    """Most that MLX has held since this process began."""
 
 
 class Player:
@@ -60,6 +74,7 @@ class Player:
         self._knee = read_knee(state_folder, layout.layout_id)
         self._pace = Pace()
         self._said = ""
+        self._loaded: Callable[[], Load] = Load
         self._pool: tuple[Model, Pages, Decoder] | None = None
         """Kept from sweep to sweep: the next one takes no other memory."""
         bound_memory(self._memory_bytes())
@@ -72,6 +87,11 @@ class Player:
             _log.info("sweep_narrowed", groups=groups, reason=reason)
         self._said = reason
         return groups
+
+    @property
+    def load(self) -> Load:
+        """Of the sweep that is played, or of the last one."""
+        return self._loaded()
 
     @property
     def holds_two(self) -> bool:
@@ -107,13 +127,20 @@ class Player:
         """
         plan = self._plan(castings)
         pages = self._pages(plan, served)
-        schedule = cast(
-            self._environment, castings, pages, max_rows=min(plan.max_rows, len(castings)), expected_tokens=self._mean_tokens(castings)
-        )
+        places = min(plan.max_rows, len(castings))
+        schedule = cast(self._environment, castings, pages, max_rows=places, expected_tokens=self._mean_tokens(castings))
+        num_steps = num_rows = 0
+
+        def counted(num_done: int, num_tokens: int) -> None:
+            nonlocal num_steps, num_rows
+            num_steps, num_rows = num_steps + 1, num_rows + schedule.num_running
+            on_step(num_done, num_tokens)
+
+        self._loaded = lambda: Load(num_rows / max(1, num_steps * places), hit_share(schedule), mx.get_peak_memory())
         decoder = self._decoder(served.model, pages, schedule.num_slots, record_routing=record_routing, sampling=sampling)
         with wired(wired_bytes(plan.total_bytes, self._memory_bytes()), mx.set_wired_limit):
             sweep = Sweep(decoder, schedule, self._environment, castings, on_group, pace=self._pace)
-            played = sweep.play(should_stop, on_step, lambda: self._rows_allowed(plan.max_rows))
+            played = sweep.play(should_stop, counted, lambda: self._rows_allowed(plan.max_rows))
         if played.num_parked:
             _log.info("episodes_parked", times=played.num_parked, pages=plan.num_pages)
         return played
@@ -191,6 +218,13 @@ class Player:
         decoder = Decoder(model, pages.num_pages, num_slots, record_routing=record_routing, sampling=sampling)
         self._pool = model, pages, decoder
         return decoder
+
+
+def hit_share(schedule: Schedule) -> float:
+    """Share of the prompt tokens of episodes begun that a schedule had not to feed for each; 0 before there are any."""
+    begun = (schedule.state[: schedule.num_episodes] != State.WAITING) | (schedule.length[: schedule.num_episodes] > schedule.prompt_length)
+    num_tokens = int((schedule.prompt_length - 1)[begun].sum())
+    return max(0.0, 1.0 - schedule.counts.prompt_tokens / num_tokens) if num_tokens else 0.0
 
 
 def bound_memory(memory_bytes: int | None) -> None:

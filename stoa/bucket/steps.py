@@ -78,6 +78,14 @@ class HostCounts:
     """Its 99th percentile."""
     gate_drop_rate: float = 0.0
     """Share of this host's tokens with an advantage that the gate dropped."""
+    num_missing_episodes: _Count = 0
+    """Episodes that its accepted groups lack: lost to faults that are not the policy's."""
+    batch_occupancy: float = 0.0
+    """As it says itself, like the two below: episodes that ran over the most that could run at once; 0 for unsaid."""
+    prefix_hit_share: float = 0.0
+    """Share of prompt tokens that were in its cache already."""
+    peak_memory_bytes: _Count = 0
+    """Most that its engine has held."""
 
 
 @dataclass(frozen=True, slots=True)

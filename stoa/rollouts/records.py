@@ -62,6 +62,12 @@ class Timings:
     pull_latency_seconds: float = 0.0
     idle_seconds: float = 0.0
     num_sampled_tokens: int = 0
+    batch_occupancy: float = 0.0
+    """Mean episodes of a step of this sweep so far, over the most that could run at once; 0 where the Mac did not say."""
+    prefix_hit_share: float = 0.0
+    """Share of the prompt tokens of episodes begun so far that were in the cache already."""
+    peak_memory_bytes: int = 0
+    """Most that the engine has held since it began; 0 where the Mac did not say."""
 
 
 @dataclass(frozen=True, slots=True)

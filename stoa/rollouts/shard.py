@@ -67,6 +67,9 @@ _OPTIONAL: Final = {"routing"}
 
 _Name = Annotated[str, Field(max_length=256)]
 _Counter = Annotated[int, Field(ge=0, le=99_999_999)]
+_Number = Annotated[float, Field(ge=-1e12, le=1e12)]
+_Share = Annotated[float, Field(ge=0.0, le=1.0)]
+_Amount = Annotated[int, Field(ge=0, lt=2**53)]
 _Tensors = dict[str, NDArray[np.generic]]
 
 
@@ -85,11 +88,15 @@ class _EpisodeDocument:
 class _TimingsDocument:
     __pydantic_config__ = _STRICT
 
-    sweep_started_at: float
-    decode_seconds: float
-    pull_latency_seconds: float
-    idle_seconds: float
-    num_sampled_tokens: int
+    # Bounded, so that sums and means of a stranger's numbers stay finite. Clocks differ: seconds may be below 0.
+    sweep_started_at: _Number
+    decode_seconds: _Number
+    pull_latency_seconds: _Number
+    idle_seconds: _Number
+    num_sampled_tokens: _Amount
+    batch_occupancy: _Share = 0.0
+    prefix_hit_share: _Share = 0.0
+    peak_memory_bytes: _Amount = 0
 
 
 @dataclass(frozen=True, slots=True)

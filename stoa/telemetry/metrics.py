@@ -82,6 +82,15 @@ CATALOGUE: Final = (
     Metric("pull_latency_seconds", "seconds", "lower", "the median time from a version's publication to serving it, over the step's Macs"),
     Metric("groups_refused", "groups", "lower", "the groups that were not admitted since the step before"),
     Metric("zero_variance_fraction", "", "lower", "the share of groups whose rewards are all equal, of those looked at"),
+    Metric("groups_accepted", "groups", "neither", "the groups admitted since the step before"),
+    Metric("groups_waiting", "groups", "neither", "the admitted groups that wait for a later step"),
+    # Fleet and time, since the step before; the middle three as Macs say themselves, the newest group of each.
+    Metric("fleet_tokens_per_second", "", "higher", "the sampled tokens admitted in a second, all Macs together"),
+    Metric("fleet_episodes_per_hour", "", "higher", "the episodes admitted in an hour, all Macs together"),
+    Metric("batch_occupancy_mean", "", "higher", "the mean share of its places for episodes that a Mac has filled"),
+    Metric("prefix_hit_mean", "", "higher", "the mean share of prompt tokens that a Mac had in its cache already"),
+    Metric("peak_memory_bytes_max", "bytes", "lower", "the most memory that the engine of a Mac has held"),
+    Metric("trainer_wait_share", "", "lower", "the share of a step's wall clock that the trainer waited for groups"),
     # Task, over the episodes of the step's groups.
     Metric("num_groups", "groups", "neither", "the groups of the step"),
     Metric("num_episodes", "episodes", "neither", "the episodes of the step"),

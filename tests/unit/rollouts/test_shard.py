@@ -56,7 +56,7 @@ def known_group() -> Group:
     )  # fmt: skip
     return Group(
         "golden", "mac-a", 3, 1, "train", "q-7", 5, KNOWN["document"]["state_id"], 1.0, 2**63 - 1, episodes,
-        Fingerprint("by hand", "0.1.0"), Timings(1700000000.5, 12.5, 0.75, 0.125, 8),
+        Fingerprint("by hand", "0.1.0"), Timings(1700000000.5, 12.5, 0.75, 0.125, 8, 0.75, 0.875, 123456789),
     )  # fmt: skip
 
 
@@ -114,6 +114,27 @@ def test_mlx_reads_the_golden_group_by_itself(tmp_path):
     for name, tensor in KNOWN["tensors"].items():
         assert found[name].dtype == types[tensor["dtype"]]
         assert found[name].flatten().tolist() == tensor["values"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pull_latency_seconds", 1.7e308), ("decode_seconds", -1e13), ("batch_occupancy", 1.5), ("prefix_hit_share", -0.1),
+        ("peak_memory_bytes", 10**400), ("num_sampled_tokens", -1), ("peak_memory_bytes", 2**53),
+    ],
+)  # fmt: skip
+def test_numbers_about_a_sweep_that_no_sum_survives_are_refused(name, value):
+    """They are only for reports, but a step's record with an infinite mean could not be written."""
+    with pytest.raises(FormatError, match=name):
+        decode_group(rewritten(lambda tensors, document: document["timings"].update({name: value})))
+
+
+def test_group_of_an_engine_that_says_nothing_of_its_load_is_read():
+    def strip(tensors, document):
+        for name in ("batch_occupancy", "prefix_hit_share", "peak_memory_bytes"):
+            del document["timings"][name]
+
+    assert decode_group(rewritten(strip)).timings == toy.group().timings
 
 
 @st.composite

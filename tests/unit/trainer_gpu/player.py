@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 
 from environments import registry
 from environments.base import Environment
-from stoa.rollouts.records import Episode, Fingerprint, Group, Turn
+from stoa.rollouts.records import Episode, Fingerprint, Group, Timings, Turn
 from trainer_gpu import host
 from trainer_gpu.model import forward_packed
 
@@ -63,8 +63,9 @@ def play(model: GPTModel, environment: Environment, question_ids: list[str], *, 
 
 def group_of(episodes: list[Episode], *, run: str, host: str, sweep: int, group: int, version: int, state_id: str) -> Group:
     return Group(
-        run, host, sweep, group, "train", episodes[0].question_id, version, state_id, 1.0, 0, tuple(episodes), Fingerprint("torch", "test")
-    )
+        run, host, sweep, group, "train", episodes[0].question_id, version, state_id, 1.0, 0, tuple(episodes),
+        Fingerprint("torch", "test"), Timings(1000.0, 2.0, 0.5, 0.25, 12, 0.75, 0.5, 3_000_000),
+    )  # fmt: skip
 
 
 def _new(environment: Environment, question_id: str) -> _Play:

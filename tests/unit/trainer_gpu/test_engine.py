@@ -14,6 +14,7 @@ from stoa.bucket.store import Store, kind_of
 from stoa.contracts.errors import FencedError, LostStateError, ReplayedError, ServiceUnavailableError, UsageError
 from stoa.contracts.messages import AcquireRequest, CheckpointRequest, PublishRequest, StepRequest
 from tests.servers import CREDENTIALS
+from tests.unit.trainer_gpu.recorded import lacking
 from tests.unit.trainer_gpu.runs import Reports, await_version, config_of, head_of, ship_sweep, start_run
 from trainer_gpu.checkpoint import MANIFEST
 from trainer_gpu.engine import TrainerEngine
@@ -57,6 +58,7 @@ def test_successor_resumes_from_head_and_no_group_is_trained_on_twice(handle: Ru
     for step in (1, 2):
         done = first.train_step(StepRequest("test", 1001, step), progress)
         assert (done.status, done.num_groups) == ("done", 4)
+        assert lacking(read_step(handle.store, "test", done.manifest_key), after_a_version=False) == []
     again = first.train_step(StepRequest("test", 1001, 2), progress)
     assert again == done
     published = first.publish(PublishRequest("test", 1001, 2, anchor=False, checkpoint=True), progress)
@@ -73,6 +75,7 @@ def test_successor_resumes_from_head_and_no_group_is_trained_on_twice(handle: Ru
     ship_sweep(handle, policy_of(first), questions[20:40], host="mac-a", sweep=1, seed=2)
     lost = first.train_step(StepRequest("test", 1001, 3), progress)
     assert lost.status == "done"
+    assert lacking(read_step(handle.store, "test", lost.manifest_key), after_a_version=True) == []
     after_lost = {name: t.clone() for name, t in policy_of(first).state().items()}
 
     resumed = second.acquire(AcquireRequest("test", 2), 1, progress)

@@ -13,7 +13,7 @@ from stoa.bucket.steps import Dropped
 from stoa.bucket.store import Store
 from stoa.contracts.errors import FormatError
 from stoa.rollouts.admit import Replayed
-from stoa.rollouts.records import Group
+from stoa.rollouts.records import Group, Timings
 from stoa.rollouts.shard import encode_group
 from tests.unit.trainer_gpu.player import search, vocab_size
 from tests.unit.trainer_gpu.runs import Reports, config_of
@@ -360,3 +360,24 @@ def test_what_is_refused_or_dropped_while_a_step_is_taken_is_told_by_the_next(st
     assert isinstance(again, Taken)
     assert again.hosts["liar"].refused == {"wrong_reward": 1}, "a step that failed has told nobody"
     assert again.hosts["mac"].accepted == after.hosts["mac"].accepted
+
+
+def test_fleet_is_told_by_what_came_since_the_step_before(store: Store, intake: Intake) -> None:
+    """Two Macs, one of which says how busy it is; all groups have four of the eight episodes that are planned."""
+    said = Timings(0.0, 2.0, 0.5, 0.25, 12, batch_occupancy=0.75, prefix_hit_share=0.5, peak_memory_bytes=3_000_000)
+    sent = [group(0, timings=said), group(1, host="mac-b"), group(2, host="mac-b")]
+    began = time.monotonic()
+    for one in sent:
+        put(store, one)
+    time.sleep(0.7)
+    taken = intake.take(5, Reports())
+    assert isinstance(taken, Taken)
+    metrics, seconds = taken.metrics, time.monotonic() - began
+    assert (metrics["groups_accepted"], metrics["groups_waiting"]) == (3.0, 1.0)
+    assert (metrics["batch_occupancy_mean"], metrics["prefix_hit_mean"], metrics["peak_memory_bytes_max"]) == (0.75, 0.5, 3e6)
+    num_tokens = sum(len(e.logprobs) for one in sent for e in one.episodes)
+    assert metrics["fleet_tokens_per_second"] == pytest.approx(num_tokens / seconds, rel=0.5)
+    assert metrics["fleet_episodes_per_hour"] / metrics["fleet_tokens_per_second"] == pytest.approx(3600 * 12 / num_tokens)
+    told = taken.hosts["mac"]
+    assert (told.batch_occupancy, told.prefix_hit_share, told.peak_memory_bytes) == (0.75, 0.5, 3_000_000)
+    assert (taken.hosts["mac-b"].num_missing_episodes, taken.hosts["mac-b"].peak_memory_bytes) == (8, 0)

@@ -15,7 +15,7 @@ from tests.unit.worker_mac.policies import TINY, model_of, random_state
 from tests.unit.worker_mac.tasks import Dialogue
 from worker_mac.guest import Guest
 from worker_mac.model_config import read_model_config
-from worker_mac.player import Player
+from worker_mac.player import Load, Player
 from worker_mac.power import PLAY
 from worker_mac.sampler import Sampling, seed_of
 from worker_mac.sweep import Casting, Played
@@ -168,3 +168,18 @@ def test_an_evaluation_may_take_the_likeliest_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("memory_bytes", "two"), [(None, True), (1 << 40, True), (STATE.layout.num_bytes * 3 // 2, False)])
 def test_two_sets_of_weights_need_room(tmp_path: Path, memory_bytes: int | None, two: bool) -> None:
     assert make(tmp_path, memory_bytes=memory_bytes).holds_two is two
+
+
+def test_load_tells_filled_places_shared_prompts_and_memory(tmp_path: Path) -> None:
+    """Counted here from what the schedule is asked to run; eight episodes a question feed its prompt about once."""
+    player = make(tmp_path)
+    assert player.load == Load()
+    play(player)
+    load = player.load
+    assert 0.1 < load.batch_occupancy < 1.0, "episodes of other lengths leave places empty"
+    assert load.prefix_hit_share == pytest.approx(7 / 8, abs=0.06)
+    assert load.peak_memory_bytes >= mx.get_active_memory() > 0
+    alone = [Casting(0, "1", seed_of("player", 1, 0))]
+    play(player, alone)
+    assert player.load.prefix_hit_share == 0.0
+    assert player.load.batch_occupancy > 0.8, "one episode in one place"
