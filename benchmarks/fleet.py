@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fleet_forecast import Facts, forecast
-from benchmarks.fleet_measure import Growth, Observer, Snapshot, admission_seconds, growth, run_state_bytes
+from benchmarks.fleet_measure import Growth, Observer, Snapshot, admission, growth, run_state_bytes
 from benchmarks.fleet_plant import RUN, Plant, scratch
 from benchmarks.fleet_play import Play
 from cli.plan.fleet_model import Mac
@@ -342,7 +342,7 @@ def extrapolated(num: int, cost: dict[str, Any]) -> dict[str, Any]:
         "session_history_mb_per_hour": round(sweeps * cost["history_bytes_per_sweep"] / 1e6, 1),
         "control_cores": round(sweeps * cost["cpu_seconds_per_sweep"] / 3600, 2),
         "run_state_bytes": run_state_bytes(min(num, 2000)),
-        "admission_seconds_per_count": round(admission_seconds(num), 3),
+        "admission": {name: round(seconds, 7) for name, seconds in asdict(admission(num)).items()},
     }
 
 

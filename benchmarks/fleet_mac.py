@@ -34,7 +34,7 @@ from stoa.weights.state import WeightState
 from stoa.weights.sync import Puller
 from worker_mac.engine import MacEngine
 from worker_mac.model import Model
-from worker_mac.player import Player
+from worker_mac.player import Load, Player
 from worker_mac.sweep import Casting, OnGroup, Played
 from worker_mac.uploader import Gate, Target, Uploader
 from worker_mac.versions import Pulled, Served, Versions
@@ -145,6 +145,11 @@ class Pretender:
     def groups(self) -> int:
         """As the run says."""
         return self._rollout.usual_groups
+
+    @property
+    def load(self) -> Load:
+        """Nothing is used."""
+        return Load()
 
     def drop_pool(self) -> None:
         """There is none."""

@@ -25,7 +25,7 @@ from stoa.contracts import names
 from stoa.contracts.evaluation_messages import EvaluationPlan
 from stoa.contracts.fleet_messages import FleetEvent, SessionStatus
 from stoa.contracts.messages import RunInput, StopConditions
-from stoa.learning.ledger import AdmissionRule, Facts, GrantRecord, outstanding
+from stoa.learning.ledger import AdmissionRule, GrantRecord, Ledger, QuestionOrder
 from workflows.apply import apply
 from workflows.state import RunProgress, dump
 
@@ -200,16 +200,40 @@ def run_state_bytes(num_macs: int, *, host_characters: int = 12, place_character
     return len(DefaultPayloadConverter().to_payloads([replace(given, carried=dump(state))])[0].data)
 
 
-def admission_seconds(num_macs: int, groups: int = 8) -> float:
-    """Time of one count of the groups on the way, for so many Macs with 3 sweeps granted each and a window of 10 versions."""
-    groups_per_version = max(1, num_macs * groups * 128 // 112 // 4)
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What the ledger of a fleet takes: to be told everything anew, as after a restart, and for one answer and one group's news."""
+
+    restart_seconds: float
+    answer_seconds: float
+    arrival_seconds: float
+
+
+def admission(num_macs: int, groups: int = 8, num_asks: int = 1000) -> Admission:
+    """For so many Macs with 3 sweeps granted each and a window of 10 versions. Reading the bucket is not in it."""
+    groups_per_version = max(num_asks, num_macs * groups * 128 // 112 // 4)
     rule = AdmissionRule(3, 8, groups_per_version, 1e9, 6)
     grants = [GrantRecord(f"m{host}", sweep, 0, ("q",) * groups, 0.0) for host in range(num_macs) for sweep in range(3)]
     keys = [GroupKey(RUN, version, f"m{i % num_macs}", 1000 + i, 0) for version in range(10) for i in range(groups_per_version)]
-    facts = Facts(9, 0, grants, set(keys), set(keys[: len(keys) * 8 // 10]))
     started = time.perf_counter()
-    outstanding(rule, facts, 0.0)
-    return time.perf_counter() - started
+    ledger = Ledger(rule)
+    ledger.see(9, 0)
+    for grant in grants:
+        ledger.grant(grant)
+    for key in keys[:-num_asks]:
+        ledger.arrive(key)
+    for key in keys[: len(keys) * 8 // 10]:
+        ledger.settle(key)
+    told = time.perf_counter()
+    for key in keys[-num_asks:]:
+        ledger.arrive(key)
+    arrived = time.perf_counter()
+    order = QuestionOrder(("q", "r"), 0)
+    for number in range(num_asks):
+        ledger.pass_time(0.0)
+        ledger.decide(order, host=f"m{number % num_macs}", sweep=5, num_groups=groups, now=0.0)
+    ended = time.perf_counter()
+    return Admission(told - started, (ended - arrived) / num_asks, (arrived - told) / num_asks)
 
 
 async def _gather(work: Iterable[Any]) -> list[Any]:

@@ -1,6 +1,6 @@
 """Answers a session that asks what its Mac may generate. Implements `ports.Granter`; runs in the control process.
 
-The rule is `stoa.learning.ledger`'s; here the facts it needs are read from the bucket, anew as they change, so a new
+The rule is `stoa.learning.ledger`'s; here the facts it needs are read from the bucket, as they change, so a new
 control process goes on where the old one ended. Nothing here imports torch.
 """
 
@@ -22,7 +22,8 @@ from stoa.config.run import RunConfig
 from stoa.contracts.errors import FormatError, ObjectMissingError
 from stoa.contracts.fleet_messages import Grant, GrantRequest, WaitsFor
 from stoa.contracts.ports import Progress
-from stoa.learning.ledger import AdmissionRule, Decision, Facts, GrantRecord, Outstanding, QuestionOrder, decide, outstanding
+from stoa.learning.ledger import AdmissionRule, Decision, Ledger, QuestionOrder
+from trainer_gpu.arrivals import Arrivals
 from trainer_gpu.grant_book import MAX_AHEAD, GrantBook
 from trainer_gpu.tickets import TicketCounter
 
@@ -35,22 +36,19 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Lineage:
-    """What the steps since the window began have settled, by HEAD's lineage and the steps made after it."""
+    """Which steps of HEAD's lease have been read, and how many groups the steps of each version trained on."""
 
     epoch: int = -1
     last_key: str = ""
-    settled: set[GroupKey] = field(default_factory=set)
+    last_note: str = ""
     consumed_by_version: dict[int, int] = field(default_factory=dict)
 
-    def add(self, manifest: StepManifest) -> None:
-        gone = [*manifest.consumed, *(d.key for d in manifest.dropped), *(r.key for r in manifest.refused)]
-        self.settled |= {keys.parse_group(key) for key in gone}
+    def add(self, manifest: StepManifest) -> set[GroupKey]:
+        """Count a step; returns the groups it settled."""
         consumed = self.consumed_by_version
         consumed[manifest.version] = consumed.get(manifest.version, 0) + len(manifest.consumed)
-
-    def forget(self, oldest: int) -> None:
-        self.settled = {key for key in self.settled if key.version >= oldest}
-        self.consumed_by_version = {v: n for v, n in self.consumed_by_version.items() if v >= oldest}
+        gone = [*manifest.consumed, *(d.key for d in manifest.dropped), *(r.key for r in manifest.refused)]
+        return {keys.parse_group(key) for key in gone}
 
 
 class GrantKeeper:
@@ -74,7 +72,8 @@ class GrantKeeper:
         self._run = config.run
         self._public_key = public_key
         self._refresh_seconds = refresh_seconds
-        self._rule = AdmissionRule(
+        self._oldest_by = config.learning.max_staleness_hard
+        rule = AdmissionRule(
             max_staleness=config.learning.max_staleness,
             max_staleness_hard=config.learning.max_staleness_hard,
             groups_per_version=config.groups_per_version,
@@ -82,23 +81,22 @@ class GrantKeeper:
             lost_after_seconds=(1 + MAX_AHEAD) * config.timeouts.sweep_seconds + config.timeouts.heartbeat_seconds,
             max_ahead=MAX_AHEAD,
         )
+        self._ledger = Ledger(rule)
         self._order = QuestionOrder(question_ids, config.seed)
         self._book = GrantBook(store, config.run)
         self._tickets = None if tickets is None else self._counter(config, *tickets)
-        self._grants: dict[tuple[str, int], GrantRecord] = {}
         self._head: Head | None = None
         self._etag = ""
         self._lineage = _Lineage()
-        self._notes: set[str] = set()
-        self._noted: set[GroupKey] = set()
-        self._arrived: set[GroupKey] = set()
-        self._ended_before: dict[str, int] = {}
-        self._away: set[str] = set()
+        self._has_begun = False
+        self._arrivals = Arrivals(store, config.run)
+        self._ended: dict[str, int] = {}
+        """Host -> sweeps with a lower number are over, as sessions said since the look at the bucket that goes on began."""
+        self._ending: dict[str, int] = {}
+        """The same, as said before it: all that came of those sweeps is seen once it ends."""
         self._let_go: dict[str, int] = {}
         """Host -> first of its sweeps that a draining run has refused: it does not begin that one nor those after it."""
         self._waiting: dict[str, float] = {}
-        self._on_the_way: Outstanding | None = None
-        """Counted once for facts that are used again."""
         self._fresh_until = 0.0
         self._lock = threading.Lock()
 
@@ -118,16 +116,14 @@ class GrantKeeper:
         return answer
 
     def _granted(self, request: GrantRequest) -> Grant:
-        if request.host in self._away:
-            self._away.discard(request.host)
-            self._on_the_way = None
+        self._ledger.come_back(request.host)
         if request.evaluation and self._tickets is not None:
             return self._tickets.part_ticket(request)
-        self._ended_before[request.host] = max(self._ended_before.get(request.host, 0), request.ended_before)
+        self._ended[request.host] = max(self._ended.get(request.host, 0), request.ended_before)
         answer = self._answer(request)
         self._note_waiting(request, answer)
         if self._tickets is not None and self._head is not None and answer.newest_sweep < 0:
-            answer = self._tickets.with_tickets(request, answer, self._head.version, self._arrived)
+            answer = self._tickets.with_tickets(request, answer, self._head.version, self._ledger.arrived_of(request.host, request.sweep))
         return answer
 
     def _refused(self, request: GrantRequest) -> Grant | None:
@@ -135,23 +131,21 @@ class GrantKeeper:
         reason = self._tickets.refusal(request) if self._tickets is not None else None
         if reason is None:
             return None
-        self._away.add(request.host)
+        self._ledger.leave(request.host)
         return replace(self._empty(request, reason), run_state="stopped")
 
     def on_the_way(self) -> tuple[int, int]:
         """See `ports.Granter`."""
         with self._lock:
-            head = self._refresh()
-            if head is None:
+            if self._refresh() is None:
                 return 0, 0
-            found = self._outstanding(head)
-        return found.running, found.waiting
+            not_begun = sum(self._ledger.left_from(host, sweep) for host, sweep in self._let_go.items())
+            return self._ledger.running - not_begun, self._ledger.waiting
 
     def host_left(self, host: str) -> None:
         """See `ports.Granter`."""
         with self._lock:
-            self._away.add(host)
-            self._on_the_way = None
+            self._ledger.leave(host)
 
     def _answer(self, request: GrantRequest) -> Grant:
         head = self._refresh()
@@ -160,11 +154,11 @@ class GrantKeeper:
         self._note_refused(request, head)
         if head.state != "running":
             return replace(self._empty(request, f"the run is {head.state}", "run"), run_state=head.state)
-        newest = max((sweep for host, sweep in self._grants if host == request.host), default=-1)
+        newest = self._ledger.newest_sweep(request.host)
         if request.sweep < newest - MAX_AHEAD:
             over = self._empty(request, f"sweep {request.sweep} is over, {newest} was granted already")
             return replace(over, newest_sweep=newest)
-        decision = self._decide(request, head)
+        decision = self._decide(request)
         if decision.grant is None:
             return self._empty(request, decision.reason, "turn" if decision.room > 0 else "room")
         grant = decision.grant
@@ -176,71 +170,47 @@ class GrantKeeper:
                 sweep=grant.sweep,
                 num_groups=len(grant.question_ids),
                 room=decision.room,
-                waiting=decision.outstanding.waiting,
-                running=decision.outstanding.running,
+                waiting=self._ledger.waiting,
+                running=self._ledger.running,
             )
-            self._keep(grant)
+            self._ledger.grant(grant)
         return Grant(self._run, grant.host, grant.sweep, grant.question_ids, grant.min_version)
 
     def _note_refused(self, request: GrantRequest, head: Head) -> None:
         """Who asks for a sweep has not begun it, and while the run drains nobody may: groups granted ahead are not on the way then."""
         if head.state != "draining":
             self._let_go.clear()
-        elif self._let_go.get(request.host) != request.sweep:
+        else:
             self._let_go[request.host] = request.sweep
-            self._on_the_way = None
 
-    def _open_grants(self) -> list[GrantRecord]:
-        """Grants without those that are not begun any more."""
-        return [grant for grant in self._grants.values() if grant.sweep < self._let_go.get(grant.host, grant.sweep + 1)]
-
-    def _decide(self, request: GrantRequest, head: Head) -> Decision:
-        on_the_way = self._outstanding(head)
-        return decide(
-            self._rule,
-            self._facts(head),
+    def _decide(self, request: GrantRequest) -> Decision:
+        now = time.time()
+        self._ledger.pass_time(now)
+        return self._ledger.decide(
             self._order,
             host=request.host,
             sweep=request.sweep,
             num_groups=request.num_groups,
-            now=time.time(),
-            num_kept=self._num_kept(request, on_the_way),
-            on_the_way=on_the_way,
+            now=now,
+            kept=lambda: self._num_kept(request),
         )
 
-    def _outstanding(self, head: Head) -> Outstanding:
-        """Groups on the way, by the facts at hand. A large fleet asks hundreds of times a second, and counting takes a while."""
-        if self._on_the_way is None:
-            self._on_the_way = outstanding(self._rule, self._facts(head), time.time())
-        return self._on_the_way
-
-    def _facts(self, head: Head) -> Facts:
-        return Facts(
-            version=head.version,
-            num_consumed=self._lineage.consumed_by_version.get(head.version, 0),
-            grants=self._open_grants() if self._let_go else self._grants.values(),
-            arrived=self._arrived,
-            settled=self._lineage.settled | self._noted,
-            ended_before=self._ended_before,
-            away=self._away,
-        )
-
-    def _num_kept(self, request: GrantRequest, on_the_way: Outstanding) -> int:
+    def _num_kept(self, request: GrantRequest) -> int:
         """Room kept from a Mac that still has something to play.
 
         A sweep for each Mac that waits for a grant too and has less left to play: room goes where it is needed first. For
         more than one sweep ahead, a sweep for every Mac as well.
         """
-        left = on_the_way.left(request.host)
+        ledger = self._ledger
+        left = ledger.left(request.host)
         waits_after = time.monotonic() - WAITS_SECONDS
         num_first = sum(
-            on_the_way.left(host) < left
+            ledger.left(host) < left
             for host, asked_at in self._waiting.items()
-            if host != request.host and asked_at > waits_after and host not in self._away
+            if host != request.host and asked_at > waits_after and not ledger.is_away(host)
         )
-        num_ahead = sum(sweep < request.sweep and num > 0 for sweep, num in on_the_way.of_host.get(request.host, {}).items())
-        num_hosts = len({host for host, _ in self._grants} - self._away)
-        return (num_first + max(0, num_ahead - 1) * num_hosts) * request.num_groups
+        num_ahead = ledger.num_unfinished_before(request.host, request.sweep)
+        return (num_first + max(0, num_ahead - 1) * ledger.num_present) * request.num_groups
 
     def _note_waiting(self, request: GrantRequest, answer: Grant) -> None:
         """Remember who asks and gets nothing."""
@@ -252,58 +222,76 @@ class GrantKeeper:
     def _empty(self, request: GrantRequest, reason: str, waits_for: WaitsFor = "") -> Grant:
         return Grant(self._run, request.host, request.sweep, (), reason=reason, waits_for=waits_for)
 
-    def _keep(self, grant: GrantRecord) -> None:
-        """Add a grant and forget sweeps of its host that can no longer be open."""
-        self._grants[grant.host, grant.sweep] = grant
-        if self._on_the_way is not None:
-            self._on_the_way = self._on_the_way.granted(grant)
-        for old in [key for key in self._grants if key[0] == grant.host and key[1] < grant.sweep - MAX_AHEAD - 1]:
-            del self._grants[old]
-
     def _refresh(self) -> Head | None:
         """Bring the facts up to date with the bucket, if they are older than `refresh_seconds`."""
         if time.monotonic() < self._fresh_until and self._head is not None:
             return self._head
-        self._on_the_way = None
         try:
             changed = poll_head(self._store, self._run, self._public_key, self._etag)
         except ObjectMissingError:
             return None
-        if self._head is None:
-            self._grants = {(grant.host, grant.sweep): grant for grant in self._book.newest()}
+        if not self._has_begun:
+            for grant in self._book.newest():
+                self._ledger.grant(grant)
         if changed is not None:
             self._head, self._etag = changed
         head = self._head
         if head is None:
             return None
-        oldest = max(0, head.version - self._rule.max_staleness_hard)
+        oldest = max(0, head.version - self._oldest_by)
         self._follow_steps(head, oldest)
-        for note, group_keys in read_drop_notes(self._store, self._run, self._notes).items():
-            self._notes.add(note)
-            self._noted |= {keys.parse_group(key) for key in group_keys}
-        self._noted = {key for key in self._noted if key.version >= oldest}
-        start_after = keys.groups_of_version(self._run, oldest)
-        sizes = {found.key: found.num_bytes for found in self._store.list(keys.groups_prefix(self._run), start_after)}
-        arrived = dict(keys.ours(sizes, keys.parse_group))
-        self._arrived = set(arrived.values())
-        if self._tickets is not None:
-            for key, named in arrived.items():
-                self._tickets.note_size(named, sizes[key])
+        self._read_notes(head)
+        self._ledger.see(head.version, self._lineage.consumed_by_version.get(head.version, 0))
+        self._look(oldest)
+        while not (self._has_begun or self._arrivals.has_seen_all):
+            self._look(oldest)
+        self._has_begun = True
         self._fresh_until = time.monotonic() + self._refresh_seconds
         return head
+
+    def _look(self, oldest: int) -> None:
+        """Note groups that arrived. A sweep that was said to be over is settled once all that came of it has been seen."""
+        if self._arrivals.has_seen_all:
+            self._ending, self._ended = self._ended, {}
+        for named, num_bytes in self._arrivals.look(oldest):
+            self._ledger.arrive(named)
+            if self._tickets is not None:
+                self._tickets.note_size(named, num_bytes)
+        if self._arrivals.has_seen_all:
+            for host, before in self._ending.items():
+                self._ledger.end(host, before)
+            self._ending = {}
 
     def _follow_steps(self, head: Head, oldest: int) -> None:
         """Read the steps not read yet; after a new lease all over again, because steps may have been given back."""
         if self._lineage.epoch != head.epoch:
-            self._lineage = _Lineage(head.epoch)
+            begun = _Lineage(head.epoch)
+            settled: set[GroupKey] = set()
             for manifest in lineage(self._store, head):
                 if manifest.version < oldest:
                     break
-                self._lineage.add(manifest)
+                settled |= begun.add(manifest)
             if head.step_manifest_key.startswith(keys.steps_of_epoch(self._run, head.epoch)):
-                self._lineage.last_key = head.step_manifest_key
-        listed = (found.key for found in self._store.list(keys.steps_of_epoch(self._run, head.epoch), self._lineage.last_key))
+                begun.last_key = head.step_manifest_key
+            self._lineage = begun
+            self._ledger.settle_only(settled)
+        known = self._lineage
+        listed = (found.key for found in self._store.list(keys.steps_of_epoch(self._run, head.epoch), known.last_key))
         for key, _ in keys.ours(listed, keys.parse_step):
-            self._lineage.add(read_step(self._store, self._run, key))
-            self._lineage.last_key = key
-        self._lineage.forget(oldest)
+            for group in known.add(read_step(self._store, self._run, key)):
+                self._ledger.settle(group)
+            known.last_key = key
+        known.consumed_by_version = {version: num for version, num in known.consumed_by_version.items() if version >= oldest}
+
+    def _read_notes(self, head: Head) -> None:
+        """Read the notes of drops: once in a lease those of all leases, and then its own new ones."""
+        known, own = self._lineage, keys.drop_notes_prefix(self._run, head.epoch)
+        if known.last_note:
+            notes = read_drop_notes(self._store, self._run, epoch=head.epoch, start_after=known.last_note)
+        else:
+            notes = read_drop_notes(self._store, self._run)
+        for dropped in notes.values():
+            for key in dropped:
+                self._ledger.settle(keys.parse_group(key))
+        numbered = (key for key, _ in keys.ours(notes, keys.parse_drop_note) if key.startswith(own))
+        known.last_note = max(numbered, default=known.last_note or own)

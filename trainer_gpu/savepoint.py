@@ -4,8 +4,7 @@ A checkpoint counts once HEAD names it, which is the caller's to do.
 """
 
 from stoa.contracts.ports import Progress
-from stoa.learning.ledger import next_position
-from trainer_gpu.checkpoint import Facts, Saved, capture_rng, prune_checkpoints, read_document, save_checkpoint
+from trainer_gpu.checkpoint import Facts, Saved, prune_checkpoints, read_document, save_checkpoint
 from trainer_gpu.grant_book import GrantBook
 from trainer_gpu.lease import Lease, identity_of
 from trainer_gpu.policy import Policy
@@ -23,16 +22,16 @@ class Savepoint:
         """Write a checkpoint of the present step; HEAD does not name it yet."""
         handle = self._handle
         progress.report(f"saving step {lease.step}")
-        grants = self._grants.newest()
+        position, is_open = self._grants.outline()
         facts = Facts(
             epoch=lease.token,
             step=lease.step,
             version=lease.version,
             step_manifest_key=lease.step_manifest_key,
             settled=tuple(sorted(lease.settled)),
-            grants_position=next_position(grants),
-            grants_open=tuple((grant.host, grant.sweep) for grant in grants),
-            rng=capture_rng(),
+            grants_position=position,
+            grants_open=is_open,
+            rng=policy.capture_rng(),
         )
         parts = policy.save_parts(
             handle.store,

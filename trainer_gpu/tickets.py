@@ -61,10 +61,9 @@ class TicketCounter:
         tickets = self._mint.make(request.invite, request.host, whole=whole[:MAX_KEYS]) if request.invite else ""
         return Grant(self._run, request.host, request.sweep, (), tickets=tickets)
 
-    def with_tickets(self, request: GrantRequest, grant: Grant, version: int, arrived: Collection[GroupKey]) -> Grant:
-        """`grant` with what its Mac needs to ship it, and with which of its groups are in the bucket. `version`: HEAD's."""
-        shipped = tuple(sorted({key.group for key in arrived if (key.host, key.sweep) == (grant.host, grant.sweep)}))
-        grant = replace(grant, shipped=shipped)
+    def with_tickets(self, request: GrantRequest, grant: Grant, version: int, arrived: Collection[int]) -> Grant:
+        """`grant` with what its Mac needs to ship it, and with the numbers of its groups that have arrived. `version`: HEAD's."""
+        grant = replace(grant, shipped=tuple(sorted(arrived)))
         whole = self._may_send(request, version)
         if not request.invite or not (grant.question_ids or whole):
             return grant

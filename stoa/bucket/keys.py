@@ -204,9 +204,9 @@ def drop_note(run: str, epoch: int, number: int) -> str:
     return f"{root(run)}drops/e{epoch}/{number:08d}.json"
 
 
-def drop_notes_prefix(run: str) -> str:
-    """Prefix of all drop notes."""
-    return f"{root(run)}drops/"
+def drop_notes_prefix(run: str, epoch: int = 0) -> str:
+    """Prefix of all drop notes, or of one lease's."""
+    return f"{root(run)}drops/e{epoch}/" if epoch else f"{root(run)}drops/"
 
 
 def checkpoint(run: str, epoch: int, step: int, name: str) -> str:

@@ -8,7 +8,7 @@ Layout: canonical JSON (UTF-8, sorted keys, no spaces) of `StepManifest` or `Dro
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, NamedTuple
 
@@ -193,18 +193,13 @@ def write_drop_note(store: Store, run: str, epoch: int, number: int, dropped: Se
     return key
 
 
-def read_drop_notes(store: Store, run: str, known: Iterable[str] = ()) -> dict[str, tuple[str, ...]]:
-    """Keys of the groups in every drop note of the run, by the note's key; notes in `known` are left out.
+def read_drop_notes(store: Store, run: str, *, epoch: int = 0, start_after: str = "") -> dict[str, tuple[str, ...]]:
+    """Keys of the groups in the drop notes of a lease, or of all (epoch 0), by the note's key; only of notes after `start_after`.
 
     A note that cannot be read, or is of another run, tells nothing: step manifests tell the same later.
     """
-    seen = set(known)
-    found: dict[str, tuple[str, ...]] = {}
-    for listed in store.list(keys.drop_notes_prefix(run)):
-        if listed.key in seen:
-            continue
-        found[listed.key] = _read_note(store, run, listed.key)
-    return found
+    listed = store.list(keys.drop_notes_prefix(run, epoch), start_after)
+    return {found.key: _read_note(store, run, found.key) for found in listed}
 
 
 def _read_note(store: Store, run: str, key: str) -> tuple[str, ...]:

@@ -224,7 +224,9 @@ def test_drop_notes_tell_of_groups_before_the_step_does(store):
     first = write_drop_note(store, RUN, 1000, 0, [Dropped(group(0), "all_one"), Dropped(group(1), "stale")])
     second = write_drop_note(store, RUN, 2000, 0, [Dropped(group(5), "all_zero")])
     assert read_drop_notes(store, RUN) == {first: (group(0), group(1)), second: (group(5),)}
-    assert read_drop_notes(store, RUN, known=[first]) == {second: (group(5),)}
+    assert read_drop_notes(store, RUN, start_after=first) == {second: (group(5),)}
+    assert read_drop_notes(store, RUN, epoch=1000) == {first: (group(0), group(1))}
+    assert read_drop_notes(store, RUN, epoch=1000, start_after=first) == {}
 
 
 def test_a_drop_note_that_is_damaged_or_copied_tells_nothing_and_hides_no_other(store):

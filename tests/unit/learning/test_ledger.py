@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoa.bucket.keys import GroupKey
-from stoa.learning.ledger import AdmissionRule, Facts, GrantRecord, QuestionOrder, decide, next_position, outstanding, room
+from stoa.learning.ledger import AdmissionRule, Decision, GrantRecord, Ledger, QuestionOrder
+from tests.unit.learning.reference_ledger import Facts, count, ledger_of, tell
 
 RULE = AdmissionRule(max_staleness=3, max_staleness_hard=8, groups_per_version=32, lost_after_seconds=900.0)
 QUESTIONS = tuple(f"q{i}" for i in range(10))
@@ -24,6 +25,21 @@ def grant(host: str, sweep: int, position: int = 0, num: int = 8, granted_at: fl
 
 def facts(**changes: object) -> Facts:
     return Facts(**{"version": 5, "num_consumed": 0, "grants": (), "arrived": frozenset(), "settled": frozenset(), **changes})
+
+
+def outstanding(rule: AdmissionRule, known: Facts, now: float) -> Ledger:
+    return ledger_of(rule, known, now)
+
+
+def room(rule: AdmissionRule, known: Facts, now: float) -> int:
+    return ledger_of(rule, known, now).room
+
+
+def decide(
+    rule: AdmissionRule, known: Facts, order: QuestionOrder, *, host: str, sweep: int, num_groups: int, now: float, num_kept: int = 0
+) -> Decision:
+    ledger = ledger_of(rule, known, now)
+    return ledger.decide(order, host=host, sweep=sweep, num_groups=num_groups, now=now, kept=lambda: num_kept)
 
 
 def group(host: str, sweep: int, index: int, version: int = 5) -> GroupKey:
@@ -50,7 +66,7 @@ def test_versions_published_without_training_give_no_room():
 
 def test_a_group_settled_before_it_was_seen_to_arrive_is_not_running():
     known = facts(grants=(grant("mac-a", 0, num=1),), settled=frozenset({group("mac-a", 0, 0)}))
-    assert outstanding(RULE, known, 0.0).total == 0
+    assert (outstanding(RULE, known, 0.0).waiting, outstanding(RULE, known, 0.0).running) == (0, 0)
 
 
 def test_a_slot_that_arrived_under_two_versions_is_not_running_and_waits_once_for_each():
@@ -195,6 +211,11 @@ class Simulation:
     largest: int = 0
     events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     num_events: int = 0
+    ledger: Ledger = field(init=False)
+    """Told of everything as it happens, and never anew."""
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.rule)
 
     def at(self, seconds: float, act: Callable[[], None]) -> None:
         self.num_events += 1
@@ -207,14 +228,19 @@ class Simulation:
         """The host has ended sweep - 1 and wants this one."""
         self.away.discard(host)
         self.ended_before[host] = sweep
-        before = outstanding(self.rule, self.facts(), self.now).total
-        decision = decide(self.rule, self.facts(), self.order, host=host, sweep=sweep, num_groups=self.num_groups, now=self.now)
+        ledger = self.ledger
+        ledger.come_back(host)
+        tell(ledger, self.facts(), self.now)
+        before = count(self.rule, self.facts(), self.now)
+        assert (ledger.waiting, ledger.running, ledger.left(host)) == (before.waiting, before.running, before.left.get(host, 0))
+        decision = ledger.decide(self.order, host=host, sweep=sweep, num_groups=self.num_groups, now=self.now)
         if decision.grant is None:
             self.at(10.0, lambda: self.ask(host, sweep, speed))
             return
         self.grants[host, sweep] = decision.grant
-        after = outstanding(self.rule, self.facts(), self.now).total
-        assert after == before + len(decision.grant.question_ids)
+        ledger.grant(decision.grant)
+        after = ledger.waiting + ledger.running
+        assert after == before.total + len(decision.grant.question_ids)
         self.largest = max(self.largest, after + self.consumed_now)
         self.play(decision.grant, speed)
 
@@ -248,6 +274,7 @@ class Simulation:
             self.consumed_now += per_step
             if self.chance.random() < self.fate.trainer_dies:
                 self.steps, self.settled = self.saved[0], set(self.saved[1])
+                self.ledger.settle_only(self.settled)
                 del self.consumed[self.steps * per_step :]
                 self.publish()
             elif self.steps % self.steps_per_version == 0:
@@ -308,5 +335,5 @@ def test_fourteen_macs_of_mixed_speed_waste_no_group_and_few_are_older_than_plan
 
 
 def test_the_position_follows_the_last_question_granted():
-    assert next_position([]) == 0
-    assert next_position([grant("mac-a", 0, 16, 8), grant("mac-b", 0, 0, 16)]) == 24
+    assert Ledger(RULE).next_position == 0
+    assert ledger_of(RULE, facts(grants=(grant("mac-a", 0, 16, 8), grant("mac-b", 0, 0, 16))), 0.0).next_position == 24

@@ -6,13 +6,16 @@ import pytest
 
 from stoa.bucket import keys
 from stoa.bucket.head import HeadWriter
+from stoa.bucket.keys import GroupKey
 from stoa.bucket.steps import STEP_FORMAT, Dropped, StepManifest, write_drop_note, write_step
 from stoa.bucket.store import Store
 from stoa.contracts.errors import FormatError
 from stoa.contracts.fleet_messages import Grant, GrantRequest
+from stoa.learning.ledger import GrantRecord
 from tests.unit.trainer_gpu.runs import Reports, config_of, start_run
+from trainer_gpu.arrivals import Arrivals
 from trainer_gpu.desk import StateKeeper
-from trainer_gpu.grant_book import MAX_AHEAD
+from trainer_gpu.grant_book import MAX_AHEAD, GrantBook
 from trainer_gpu.grants import GrantKeeper
 from trainer_gpu.run_handle import RunHandle
 
@@ -248,3 +251,73 @@ def test_grants_given_between_two_looks_at_the_bucket_count_at_once(handle: RunH
     assert ask(desk, "e", 0).question_ids == ()
     assert ask(desk, "a", 0).question_ids  # back, with what it had
     assert desk.on_the_way() == (22, 0)
+
+
+def test_arrivals_are_told_once_and_all_of_them_a_few_pages_at_a_time(handle: RunHandle) -> None:
+    made = {keys.group("test", version, "a", sweep, 0) for version in (1, 2) for sweep in range(4)}
+    for key in {*made, f"{keys.groups_prefix('test')}v00000001/stray"}:
+        handle.store.create(key, b"xyz")
+    arrivals = Arrivals(handle.store, "test", keys_a_look=3)
+    looks = [arrivals.look(0)]
+    while not arrivals.has_seen_all:
+        looks.append(arrivals.look(0))
+    assert [len(look) for look in looks] == [3, 2, 3, 0]  # nine keys, one of them a stranger's; the last look finds the end
+    assert {keys.group(*_parts(named)) for look in looks for named, _ in look} == made
+    assert {size for look in looks for _, size in look} == {3}
+    handle.store.create(keys.group("test", 1, "b", 0, 0), b"x")
+    late = [named.host for _ in range(4) for named, _ in arrivals.look(1)]
+    assert late == ["b"]
+
+
+def test_window_that_moves_on_leaves_old_versions_out(handle: RunHandle) -> None:
+    for version in (1, 2, 3):
+        handle.store.create(keys.group("test", version, "a", 0, 0), b"x")
+    arrivals = Arrivals(handle.store, "test", keys_a_look=1)
+    assert [named.version for named, _ in arrivals.look(0)] == [1]
+    assert [named.version for named, _ in arrivals.look(3)] == [3]
+
+
+def test_groups_that_come_while_a_long_look_goes_on_are_not_lost_when_their_sweep_ends(handle: RunHandle) -> None:
+    head(handle)
+    desk = GrantKeeper(handle.store, handle.config, handle.signer.public_key, QUESTIONS, refresh_seconds=0.0)
+    desk._arrivals = Arrivals(handle.store, "test", keys_a_look=2)
+    a, b = ask(desk, "a", 0), ask(desk, "b", 0)
+    arrive(handle, b)  # the look goes through b's groups now, and then begins again
+    ask(desk, "c", 0)
+    arrive(handle, a)
+    for _ in range(3):
+        assert ask(desk, "a", 1).question_ids == ()  # its first sweep is over, and its groups wait, seen or not
+    while not desk._arrivals.has_seen_all:
+        assert ask(desk, "c", 0).question_ids == ()
+    assert sum(desk.on_the_way()) == 16
+
+
+def test_step_that_cannot_be_read_is_read_at_the_next_look(handle: RunHandle) -> None:
+    writer = head(handle)
+    desk = keeper(handle)
+    arrived = arrive(handle, ask(desk, "a", 0)) + arrive(handle, ask(desk, "b", 0))
+    key = step(handle, 1, arrived[:8])
+    writer.swap(1001, version=1, step=1, step_manifest_key=key)
+    data = handle.store.get(key, max_bytes=1 << 20).data
+    handle.store.delete([key])
+    handle.store.create(key, b"{")
+    begun_anew = keeper(handle)
+    with pytest.raises(FormatError):
+        ask(begun_anew, "c", 0)
+    handle.store.delete([key])
+    handle.store.create(key, data)
+    assert ask(begun_anew, "c", 0).question_ids
+    assert begun_anew.on_the_way() == (8, 8)
+
+
+def test_outline_reads_little_and_knows_the_place_after_the_last_question(handle: RunHandle) -> None:
+    book = GrantBook(handle.store, "test")
+    for number in range(20):
+        book.write(GrantRecord(f"m{number % 2}", number // 2, number * 3, ("q",) * 3, 0.0))
+    assert GrantBook(handle.store, "test").outline() == (60, tuple((f"m{host}", sweep) for host in (0, 1) for sweep in range(2, 10)))
+    assert [grant.sweep for grant in GrantBook(handle.store, "test").newest()] == 2 * list(range(2, 10))
+    assert GrantBook(handle.store, "other").outline() == (0, ())
+
+
+def _parts(named: GroupKey) -> tuple[str, int, str, int, int]:
+    return named.run, named.version, named.host, named.sweep, named.group
