@@ -26,6 +26,7 @@ from tests.servers import free_ports
 
 DOCKER = Path(__file__).parents[2] / "docker"
 SERVICES = yaml.safe_load((DOCKER / "compose.yml").read_text())["services"]
+PASSWORD = "of the compose file's user"
 OWNER, MACS = Credentials("an-owner", "of-all-of-it"), Credentials("a-mac", "may-only-read")
 
 
@@ -84,7 +85,7 @@ def test_the_bucket_of_compose_starts_tells_its_health_and_holds_its_keys_apart(
 
 @pytest.fixture
 def postgres() -> Iterator[dict[str, str]]:
-    """A Postgres of the system's packages; yields what finds it."""
+    """A Postgres of the system's packages, whose user `temporal` has a password as in compose; yields what finds it."""
     programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     found = str(programs[-1]) if programs else shutil.which("initdb")
     if found is None:
@@ -96,8 +97,10 @@ def postgres() -> Iterator[dict[str, str]]:
         shutil.chown(folder, "postgres", "postgres")
     port, data, programs_folder = free_ports(1)[0], folder / "data", Path(found).resolve().parent
     environment = {"PATH": f"{programs_folder}:{os.environ['PATH']}", "LC_ALL": "C", "HOME": str(folder)}
+    (folder / "password").write_text(PASSWORD)
+    (folder / "password").chmod(0o644)
     made = subprocess.run(
-        [found, "-D", str(data), "-U", "temporal", "-A", "trust", "-N", "-E", "UTF8"],
+        [found, "-D", str(data), "-U", "temporal", "-A", "scram-sha-256", f"--pwfile={folder / 'password'}", "-N", "-E", "UTF8"],
         env=environment,
         capture_output=True,
         text=True,
@@ -106,7 +109,7 @@ def postgres() -> Iterator[dict[str, str]]:
     assert made.returncode == 0, made.stderr
     command = [str(programs_folder / "postgres"), "-D", str(data), "-p", str(port), "-h", "127.0.0.1", "-k", str(folder), "-F"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=(folder / "log").open("wb"), **user)
-    environment |= {"PGHOST": "127.0.0.1", "PGPORT": str(port), "PGUSER": "temporal"}
+    environment |= {"PGHOST": "127.0.0.1", "PGPORT": str(port), "PGUSER": "temporal", "PGPASSWORD": PASSWORD}
     try:
         until(lambda: healthy("postgres", {}, environment), 30, process)
         yield environment
@@ -127,6 +130,9 @@ def script(environment: dict[str, str], line: str) -> subprocess.CompletedProces
 
 
 def test_backup_and_restore_keep_both_databases_and_fail_whole(postgres: dict[str, str], tmp_path: Path) -> None:
+    stranger = script({**postgres, "PGPASSWORD": "another"}, f"backup.sh {tmp_path}")
+    assert stranger.returncode != 0 and "password authentication failed" in stranger.stderr
+    shutil.rmtree(next(tmp_path.iterdir()))
     both = ("temporal", "temporal_visibility")
     sql(postgres, "postgres", "CREATE DATABASE temporal")
     assert script(postgres, f"backup.sh {tmp_path}").returncode != 0, "one of the two is missing"
@@ -135,6 +141,11 @@ def test_backup_and_restore_keep_both_databases_and_fail_whole(postgres: dict[st
     sql(postgres, "postgres", "CREATE DATABASE temporal_visibility")
     for name in both:
         sql(postgres, name, f"CREATE TABLE kept (of text PRIMARY KEY, bytes bytea); INSERT INTO kept VALUES ('{name}', '\\x00ff')")
+    # What the visibility tables of Temporal ask of a server: an extension, a column made from JSON, an index of both.
+    sql(postgres, both[1], "CREATE EXTENSION btree_gin")
+    made = "attributes jsonb, run text GENERATED ALWAYS AS (attributes->>'RlRun') STORED"
+    sql(postgres, both[1], f"CREATE TABLE seen ({made}); CREATE INDEX seen_run ON seen USING gin (run)")
+    sql(postgres, both[1], """INSERT INTO seen VALUES ('{"RlRun": "demo"}')""")
     time.sleep(1.1)  # folders are named by the second
     saved = script(postgres, f"backup.sh {tmp_path}")
     assert saved.returncode == 0, saved.stderr
@@ -151,3 +162,6 @@ def test_backup_and_restore_keep_both_databases_and_fail_whole(postgres: dict[st
     for name in both:
         assert sql(postgres, name, "SELECT of, encode(bytes, 'hex') FROM kept") == f"{name}|00ff"
         assert sql(postgres, name, "SELECT count(*) FROM pg_tables WHERE tablename = 'later'") == "0"
+    sql(postgres, both[1], """INSERT INTO seen VALUES ('{"RlRun": "other"}')""")
+    assert sql(postgres, both[1], "SELECT run FROM seen ORDER BY run") == "demo\nother"
+    assert sql(postgres, both[1], "SELECT indexname FROM pg_indexes WHERE tablename = 'seen'") == "seen_run"
