@@ -115,7 +115,7 @@ def ask(run: str, update: str, reason: str, config: Path | None, *, as_json: boo
     tell(run, config, lambda control: control.ask(run, update, reason or ASKED), as_json=as_json, said=said)
 
 
-def tell(run: str, config: Path | None, do: Callable[[Control], None], *, as_json: bool, said: str) -> None:
+def tell(run: str, config: Path | None, do: Callable[[Control], object], *, as_json: bool, said: str) -> None:
     """Do something to a run, then say that it is done; with `as_json` its status instead."""
     with find_run(run, config) as found:
         do(found.control)

@@ -22,7 +22,7 @@ from temporalio.client import (
     WorkflowQueryFailedError,
     WorkflowUpdateFailedError,
 )
-from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
+from temporalio.common import SearchAttributeKey, WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import FailureError, WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
@@ -49,7 +49,10 @@ QUERY_SECONDS: Final = 4.0
 """A query needs the run's control process, which may be away; then nobody answers, and nobody says so."""
 QUERY_TRIES: Final = 3
 MOST_LISTED: Final = 1000
+MOST_ASKED: Final = 64
+"""Sessions asked at a time: each answer has to come from one control process."""
 _HOW_TO_START: Final = "start one with `stoa services` or `temporal server start-dev`, or set STOA_TEMPORAL_ADDRESS"
+_RUN: Final = SearchAttributeKey.for_keyword("RlRun")
 ResultT = TypeVar("ResultT")
 
 
@@ -123,13 +126,16 @@ class Control:
         except (ServiceError, RunMissingError):
             return ()
 
-    def ask(self, run: str, update: str, reason: str) -> None:
-        """Send the update `pause`, `resume`, `drain` or `stop`. Raises UsageError if the run refuses it."""
-        self._call(self._update(run, update, Ask(reason)), run)
+    def ask(self, run: str, update: str, reason: str) -> RunStatus:
+        """Send the update `pause`, `resume`, `drain` or `stop`; returns how the run is then. Raises UsageError if the run refuses it."""
+        return self._call(self._update(run, update, Ask(reason), RunStatus), run)
 
-    def ask_mac(self, run: str, update: str, host: str, reason: str) -> None:
-        """Send the update `quarantine`, `drain_mac` or `release`. Raises UsageError if the run refuses it."""
-        self._call(self._update(run, update, MacAsk(host, reason)), run)
+    def ask_mac(self, run: str, update: str, host: str, reason: str, *, unseen: bool = False) -> None:
+        """Send the update `quarantine`, `drain_mac` or `release`. Raises UsageError if the run refuses it.
+
+        unseen: the host may be one that the run has not met.
+        """
+        self._call(self._update(run, update, MacAsk(host, reason, unseen)), run)
 
     def set_anchor_cadence(self, run: str, cadence: AnchorCadence) -> None:
         """Change how often anchors come. Raises UsageError if the run refuses it."""
@@ -213,13 +219,17 @@ class Control:
 
     async def _sessions(self, run: str, hosts: tuple[str, ...]) -> tuple[SessionStatus, ...]:
         client = await self._client(self._settings.namespace_mac)
+        room = asyncio.Semaphore(MOST_ASKED)
 
         async def one(host: str) -> SessionStatus | None:
             handle = client.get_workflow_handle(names.session_workflow_id(run, host))
             try:
-                return await _answer(handle, names.SESSION_QUERY, SessionStatus)
+                async with room:
+                    said = await _answer(handle, names.SESSION_QUERY, SessionStatus)
             except (RPCError, WorkflowQueryFailedError):
                 return None
+            # Run a-b with host c and run a with host b-c have one id: what another Mac says is no answer.
+            return said if said.host == host else None
 
         return tuple(status for status in await asyncio.gather(*map(one, hosts)) if status is not None)
 
@@ -231,8 +241,11 @@ class Control:
         client = await self._client(self._settings.namespace_mac)
         first = names.session_workflow_id(run, "")
         asked = f"ExecutionStatus = '{status}' AND WorkflowId STARTS_WITH '{first}'"
-        found = [one.id async for one in client.list_workflows(asked, limit=MOST_LISTED, rpc_timeout=timedelta(seconds=QUERY_SECONDS))]
-        return tuple(sorted({name.removeprefix(first) for name in found}))
+        found: set[str] = set()
+        async for one in client.list_workflows(asked, limit=MOST_LISTED, rpc_timeout=timedelta(seconds=QUERY_SECONDS)):
+            if one.typed_search_attributes.get(_RUN) in (None, run):  # run a-b has sessions that begin like those of run a
+                found.add(one.id.removeprefix(first))
+        return tuple(sorted(found))
 
     async def _ended_sessions(self, run: str) -> tuple[SessionStatus, ...]:
         client = await self._client(self._settings.namespace_mac)

@@ -41,13 +41,13 @@ def live(
             "stoa live needs a terminal", hint=f"for plain lines: `stoa status {run} --follow`; for a picture: `--snapshot FILE`"
         )
     with find_run(run, config) as found:
-        source, max_steps = RealSource(found), found.document.config.stop.max_steps
+        source = RealSource(found)
         if as_json:
-            say.data(json.dumps({"run": run, **asdict(view_of(Look(0.0, source.look()), None, max_steps))}, indent=2))
+            say.data(json.dumps({"run": run, **asdict(view_of(Look(0.0, source.look()), None, 0))}, indent=2))
             return
         from cli.live.app import Live
 
-        app = Live(source, steps=max_steps, every=every)
+        app = Live(source, steps=0, every=every)
         if snapshot is None:
             app.run()
             return

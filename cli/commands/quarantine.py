@@ -15,6 +15,7 @@ def quarantine(
     /,
     *,
     release: bool = False,
+    unseen: bool = False,
     reason: Reason = "",
     config: Servers = None,
     as_json: AsJson = False,
@@ -25,10 +26,12 @@ def quarantine(
     ----------
     release
         Undo it, and undo `stoa drain RUN MAC`.
+    unseen
+        Also a Mac that the run has not met: it is kept from joining.
     """
     from cli.follow import ASKED, tell
     from stoa.contracts import names
 
     update = names.RELEASE if release else names.QUARANTINE
     said = f"takes groups of {mac} again" if release else f"takes no more groups of {mac}"
-    tell(run, config, lambda control: control.ask_mac(run, update, mac, reason or ASKED), as_json=as_json, said=said)
+    tell(run, config, lambda control: control.ask_mac(run, update, mac, reason or ASKED, unseen=unseen), as_json=as_json, said=said)

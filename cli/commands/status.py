@@ -27,7 +27,7 @@ def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = Non
     with find_run(run, config) as found:
         if follow:
             try:
-                record = follow_to_its_end(found, found.document.config.stop.max_steps)
+                record = follow_to_its_end(found, 0)
             except KeyboardInterrupt:
                 say.talk(f"no longer following; the run goes on: `stoa stop {run}` ends it")
                 return Exit.STOPPED
@@ -35,15 +35,14 @@ def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = Non
             record = found.collector.collect()
             if record.state not in ("stopped", "failed") and is_absent(found.control, run):
                 record = gone(record)
-        prices = found.document.config.stop
-    spent = {"gpu_hours": record.gpu_hours, "dollars": round(record.gpu_hours * prices.dollars_per_gpu_hour, 6)}
+    spent = {"gpu_hours": record.gpu_hours, "dollars": round(record.gpu_hours * record.facts.gpu_usd_an_hour, 6)}
     if as_json:
         say.data(json.dumps({**facts(record), **spent}, indent=2))
         return None
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_COLUMNS)
-    console.print(block(record, found.document.config.stop.max_steps, ""))
+    console.print(block(record, record.max_steps, ""))
     if spent["gpu_hours"]:
         price = f", {spent['dollars']:.2f} dollars" if spent["dollars"] else ""
         console.print(f"used {spent['gpu_hours']:.2f} GPU hours{price}")
@@ -60,6 +59,7 @@ def facts(record: "RunRecord") -> dict[str, object]:
         "end_reason": record.end_reason,
         "version": record.version,
         "step": max(record.step, record.live_step),
+        "max_steps": record.max_steps,
         "seconds": round(record.seconds, 1),
         "pass_at_1": last.pass_at_1 if last is not None else None,
         "search_rate": last.search_rate if last is not None else None,

@@ -89,7 +89,7 @@ class Sure(ModalScreen[bool]):
 
 
 class Live(App[None]):
-    """One run. `every` seconds it looks again; `steps` is the run's limit of steps, 0 for none."""
+    """One run. `every` seconds it looks again; `steps` is the limit of steps where a record names none."""
 
     CSS = """
     #run { height: auto; padding: 0 1; border: round $primary; }

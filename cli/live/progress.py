@@ -24,7 +24,7 @@ _CURVE_STEPS: Final = 48
 
 
 class Progress:
-    """Follows one run. Use as a context; call `show` with each new record."""
+    """Follows one run. Use as a context; call `show` with each new record. max_steps: for records that name no limit."""
 
     def __init__(self, max_steps: int, ui_url: str = "", console: Console | None = None) -> None:
         self._console = console if console is not None else Console(stderr=True, highlight=False)
@@ -54,7 +54,7 @@ class Progress:
     def show(self, record: RunRecord) -> None:
         """Bring the view up to date."""
         if self._live is not None:
-            self._live.update(block(record, self._max_steps, self._ui_url))
+            self._live.update(block(record, record.max_steps or self._max_steps, self._ui_url))
         else:
             for line in self._news(record):
                 self.say(line)
@@ -73,7 +73,7 @@ class Progress:
                 lines.append(f"{self._clock()}{session.host} is {session.state}" + (f": {session.reason}" if session.reason else ""))
         if record.version > self._told_version:
             self._told_version = record.version
-            lines.append(f"{self._clock()}{version_line(record, self._max_steps)}")
+            lines.append(f"{self._clock()}{version_line(record, record.max_steps or self._max_steps)}")
         for result in record.evaluations:
             if result.evaluation not in self._told_evaluations:
                 self._told_evaluations.add(result.evaluation)

@@ -81,8 +81,9 @@ class Rates:
 
 
 def view_of(now: Look, before: Look | None, max_steps: int) -> View:
-    """The picture of `now`, with rates since `before`."""
+    """The picture of `now`, with rates since `before`. max_steps: for a record that names no limit."""
     record = now.record
+    max_steps = record.max_steps or max_steps
     rates = rates_between(before, now)
     done = max(record.step, record.live_step)
     return View(

@@ -11,6 +11,7 @@ from typing import Final
 
 import structlog
 
+from cli.macs import macs_of
 from cli.report.look import look_at
 from cli.report.record import HostShare, RunFacts, RunRecord, StepRow, VersionRow
 from cli.report.summary import STEADY_FROM_VERSION
@@ -144,9 +145,8 @@ class Collector:
         run = self._document.run
         try:
             self._status = self._control.status(run)
-            hosts = tuple(member.host for member in self._control.fleet(run))
             # A Mac that left is kept: its session's last answer stands.
-            for session in self._control.sessions(run, tuple(dict.fromkeys((*self._sessions, *hosts)))):
+            for session in macs_of(self._control, run, self._sessions).sessions:
                 self._sessions[session.host] = session
             if self._head is not None and self._head.version >= STEADY_FROM_VERSION and self._head.state == "running":
                 self._early = self._early or tuple(self._sessions.values())
@@ -193,8 +193,11 @@ class Collector:
         return dict(sizes), dict(counts)
 
     def _record(self, objects: tuple[Mapping[str, int], Mapping[str, int]]) -> RunRecord:
-        facts = facts_of(self._document)
         status, head = self._status, self._head
+        # A run that was resumed may end at others than it was started with.
+        stop = status.stop if status is not None else None
+        facts = facts_of(self._document)
+        facts = replace(facts, gpu_usd_an_hour=stop.dollars_per_gpu_hour) if stop is not None else facts
         state = status.state if status is not None else (head.state if head is not None else "created")
         steps = tuple(_step_row(key, manifest) for key, manifest in self._steps)
         started_at = status.started_at if status is not None and status.started_at else facts.created_at
@@ -216,6 +219,7 @@ class Collector:
             started_at=started_at,
             ended_at=ended_at,
             version=head.version if head is not None else -1,
+            max_steps=stop.max_steps if stop is not None else self._document.config.stop.max_steps,
             live_step=status.step if status is not None else 0,
             step=head.step if head is not None else 0,
             steps=steps,

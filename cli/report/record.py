@@ -140,6 +140,8 @@ class RunRecord:
     ended_at: float = 0.0
     version: int = -1
     """Of HEAD."""
+    max_steps: int = 0
+    """At which it ends by itself, 0 for none: the limit in force, which a resumed run may have changed."""
     live_step: int = 0
     """Newest step the workflow tells of: ahead of HEAD between two versions."""
     step: int = 0

@@ -54,9 +54,10 @@ COMMANDS: list[tuple[list[tuple[str, ...]], str]] = [
     ([("fleet", RUN)], "has no Macs"),
     ([("pause", RUN), ("resume", RUN)], f"run {RUN} "),
     ([("anchors", RUN, "--every", "7")], "at least every 7 versions"),
-    ([("quarantine", RUN, "mac-1", "--reason", "a test"), ("quarantine", RUN, "mac-1", "--release")], "groups of mac-1"),
+    ([("quarantine", RUN, "mac-1", "--reason", "a test", "--unseen")], "takes no more groups of mac-1"),
     ([("drain", RUN, "mac-1")], "lets mac-1 finish its sweep"),
-    ([("quarantine", RUN, "mac-2")], "takes no more groups of mac-2"),
+    ([("quarantine", RUN, "mac-1", "--release")], "takes groups of mac-1 again"),
+    ([("quarantine", RUN, "mac-2", "--unseen")], "takes no more groups of mac-2"),
     ([("setup",)], "/stoa: ready"),
 ]
 
@@ -66,12 +67,17 @@ def test_commands_end_cleanly_time_after_time_also_when_the_run_has_ended_and_go
     for commands, words in COMMANDS:
         for command in commands:
             assert words in clean(stoa(*command, env=running.env))
+    mistyped = stoa("drain", RUN, "mac2", env=running.env)
+    assert mistyped.returncode == 2
+    assert "met no Mac mac2, did you mean mac-2? it knows mac-2" in mistyped.stderr
     began = time.monotonic()
     assert "is ending" in clean(stoa("stop", RUN, env=running.env))
     while json.loads(clean(stoa("status", RUN, "--json", env=running.env)))["state"] != "stopped":
         assert time.monotonic() - began < 45
         time.sleep(1)
     (tmp_path / "run.toml").write_text(f'run = "{RUN}"\n')
-    assert stoa("run", str(tmp_path / "run.toml"), "--resume", "--detach", env=running.env).returncode == 0
+    goes_on = ("run", str(tmp_path / "run.toml"), "--resume", "--detach", "--set", "stop.max_steps=12345")
+    assert stoa(*goes_on, env=running.env).returncode == 0
+    assert "step 0/12345" in clean(stoa("status", RUN, env=running.env)), "the limit in force"
     listed = json.loads(clean(stoa("fleet", RUN, "--json", env=running.env)))["macs"]
     assert [(one["host"], one["state"]) for one in listed] == [("mac-2", "quarantined")]

@@ -11,8 +11,8 @@ from cli.report.collect import Collector, sessions_of
 from cli.temporal import Control
 from stoa.bucket.steps import STEP_FORMAT, HostCounts, StepManifest, write_step
 from stoa.contracts.errors import RunMissingError, ServiceUnavailableError
-from stoa.contracts.fleet_messages import SessionStatus
-from stoa.contracts.messages import RunResult, RunStatus
+from stoa.contracts.fleet_messages import FleetPage, SessionStatus
+from stoa.contracts.messages import RunResult, RunStatus, StopConditions
 from tests.unit.weights.small_run import SmallRun
 
 
@@ -50,14 +50,19 @@ def test_gpu_hours_of_an_ended_run_are_those_of_its_result(store, tmp_path) -> N
     ended = RunStatus("small", "stopped", "", gpu_hours=9.0, started_at=1.0)
     control = SimpleNamespace(
         status=lambda _: ended,
-        fleet=lambda _: (),
+        fleet_view=lambda _: FleetPage(),
+        present=lambda _: (),
         sessions=lambda *_: (),
         is_running=lambda _: False,
         result=lambda _: RunResult("small", "done", 0, 0, gpu_hours=2.0),
     )
     assert Collector(run.document, store, cast(Control, control)).collect().gpu_hours == 2.0
-    control.status = lambda _: replace(ended, state="running")
-    assert Collector(run.document, store, cast(Control, control)).collect().gpu_hours == 9.0
+    control.status = lambda _: replace(ended, state="running", stop=StopConditions(max_steps=123, dollars_per_gpu_hour=2.5))
+    goes_on = Collector(run.document, store, cast(Control, control)).collect()
+    assert goes_on.gpu_hours == 9.0
+    # What it was resumed with, not what it was started with.
+    assert (goes_on.max_steps, goes_on.facts.gpu_usd_an_hour) == (123, 2.5)
+    assert Collector(run.document, store, None).collect().max_steps == run.document.config.stop.max_steps
 
 
 class _Gone:

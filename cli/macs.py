@@ -1,0 +1,78 @@
+"""The Macs of a run as they are now: whom the run lists and whose sessions are open, each by what its session says of itself.
+
+One answer for every command, so that none shows a Mac that another does not. What the run itself lists is as old as its
+last census; who plays since then is asked directly.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from stoa.contracts.fleet_messages import FleetMember, FleetPage, SessionStatus
+
+_BARRED: Final = ("quarantined", "drained")
+
+
+class Fleet(Protocol):
+    """Who can tell: `cli.temporal.Control`."""
+
+    def fleet_view(self, run: str) -> FleetPage:
+        """All members that the run lists."""
+        ...
+
+    def present(self, run: str) -> tuple[str, ...]:
+        """Hosts whose sessions are open."""
+        ...
+
+    def sessions(self, run: str, hosts: tuple[str, ...]) -> tuple[SessionStatus, ...]:
+        """What these hosts' sessions say; those that do not answer are left out."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Macs:
+    """`sessions` by host. num_macs: all that can play, also those the run does not list; slowest: in a sentence, or ""."""
+
+    sessions: tuple[SessionStatus, ...]
+    num_macs: int
+    slowest: str
+
+    @property
+    def num_unlisted(self) -> int:
+        """Macs that play and are in no row."""
+        return max(0, self.num_macs - sum(one.state == "live" for one in self.sessions))
+
+
+def macs_of(control: Fleet, run: str, known: Mapping[str, SessionStatus] | None = None) -> Macs:
+    """The Macs of a run; of one whose session does not answer what was `known` of it, by host. Raises what `control` raises."""
+    known = known or {}
+    page = control.fleet_view(run)
+    listed = {member.host: member for member in page.members}
+    hosts = tuple(dict.fromkeys((*known, *listed, *control.present(run))))
+    told = {**known, **{said.host: said for said in control.sessions(run, hosts)}}
+    rows = {host: _row(listed.get(host), told.get(host)) for host in hosts if host in listed or host in told}
+    sessions = tuple(rows[host] for host in sorted(rows))
+    num_live = sum(one.state == "live" for one in sessions)
+    # Only a run that counts more Macs than it lists knows better than the rows how many there are.
+    return Macs(sessions, max(num_live, page.num_macs) if page.num_macs > len(page.members) else num_live, page.slowest)
+
+
+def _row(member: FleetMember | None, said: SessionStatus | None) -> SessionStatus:
+    """What a session says, under what the run has decided; without one that answers, what the run knows."""
+    if member is None or (said is not None and member.state not in _BARRED):
+        if said is None:
+            raise ValueError("nobody tells of this host")
+        return said
+    if said is not None:
+        return replace(said, state=member.state, reason=member.slow_because or said.reason)
+    barred = member.state in _BARRED
+    return SessionStatus(
+        member.host,
+        member.state,
+        member.sweep,
+        member.version,
+        reason=member.slow_because if barred else "",
+        place=member.place,
+        tokens_per_second=member.tokens_per_second,
+        slow_because="" if barred else member.slow_because,
+    )

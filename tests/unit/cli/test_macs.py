@@ -1,0 +1,68 @@
+"""Which Macs a run has now: what it lists itself, put right by the sessions that are open."""
+
+from dataclasses import replace
+
+from cli.macs import macs_of
+from stoa.contracts.fleet_messages import FleetMember, FleetPage, SessionStatus
+
+
+class Control:
+    """What a run lists, whose sessions are open, and what these say."""
+
+    def __init__(self, listed: tuple[FleetMember, ...] = (), num_macs: int = 0, said: tuple[SessionStatus, ...] = ()) -> None:
+        self._page = FleetPage(listed, num_macs, "", "as of the census")
+        self._said = {one.host: one for one in said}
+        self.open = tuple(self._said)
+        self.asked: tuple[str, ...] = ()
+
+    def fleet_view(self, run: str) -> FleetPage:
+        return self._page
+
+    def present(self, run: str) -> tuple[str, ...]:
+        return self.open
+
+    def sessions(self, run: str, hosts: tuple[str, ...]) -> tuple[SessionStatus, ...]:
+        self.asked = hosts
+        return tuple(self._said[host] for host in hosts if host in self._said)
+
+
+def playing(host: str, speed: float) -> SessionStatus:
+    return SessionStatus(host, "live", 4, 7, num_groups=30, tokens_per_second=speed)
+
+
+def test_macs_that_play_are_there_before_the_run_has_met_them() -> None:
+    macs = macs_of(Control(said=(playing("mac-2", 50.0), playing("mac-1", 100.0))), "demo")
+    assert [(one.host, one.version, one.tokens_per_second) for one in macs.sessions] == [("mac-1", 7, 100.0), ("mac-2", 7, 50.0)]
+    assert (macs.num_macs, macs.num_unlisted) == (2, 0)
+
+
+def test_what_a_session_says_is_newer_than_the_census_but_not_than_what_the_run_decided() -> None:
+    listed = (
+        FleetMember("mac-1", "s", 0),
+        FleetMember("mac-2", "s", 3, "quarantined", 6, slow_because="edited rewards"),
+        FleetMember("mac-3", "s", 2, "live", 5, 33.0, "attic", "60% of its time waiting"),
+        FleetMember("mac-9", "s", state="drained", slow_because="thanks"),
+    )
+    said = (playing("mac-1", 100.0), playing("mac-2", 50.0), replace(playing("mac-4", 0.0), state="away", reason="lost"))
+    macs = macs_of(Control(listed, 3, said), "demo")
+    rows = {one.host: (one.state, one.version, one.tokens_per_second, one.reason, one.slow_because) for one in macs.sessions}
+    assert rows == {
+        "mac-1": ("live", 7, 100.0, "", ""),
+        "mac-2": ("quarantined", 7, 50.0, "edited rewards", ""),
+        "mac-3": ("live", 5, 33.0, "", "60% of its time waiting"),  # it does not answer now
+        "mac-4": ("away", 7, 0.0, "lost", ""),
+        "mac-9": ("drained", -1, 0.0, "thanks", ""),
+    }
+    assert (macs.num_macs, macs.num_unlisted) == (2, 0)  # the run has not taken off yet whom it quarantined
+
+
+def test_macs_beyond_those_a_run_lists_are_counted() -> None:
+    macs = macs_of(Control((FleetMember("mac-1", "s"),), 5000), "demo")
+    assert (macs.num_macs, macs.num_unlisted, macs.slowest) == (5000, 4999, "as of the census")
+
+
+def test_mac_that_does_not_answer_keeps_what_was_known_of_it() -> None:
+    known = {"mac-1": playing("mac-1", 100.0), "mac-2": playing("mac-2", 1.0)}
+    control = Control((FleetMember("mac-1", "s"),), 1)
+    assert macs_of(control, "demo", known).sessions == (known["mac-1"], known["mac-2"])
+    assert set(control.asked) == {"mac-1", "mac-2"}
