@@ -56,6 +56,7 @@ class Options:
     minutes: float
     config: Path | None = None
     sets: tuple[str, ...] = ()
+    quiet: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ class _Watch:
     def follow(self) -> Outcome:
         """Watch, restart, and report. A run that is cut short is reported as well, as far as it came."""
         try:
-            with Progress(self._config.stop.max_steps, self._ui_url) as progress:
+            with Progress(self._config.stop.max_steps, self._ui_url, quiet=self._options.quiet) as progress:
                 self._first_screen(progress)
                 self._until_end(progress)
         except BaseException:

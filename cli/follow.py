@@ -55,8 +55,10 @@ def find_run(run: str, config: Path | None, *, temporal: bool = True) -> Iterato
         yield Found(settings, document, store, control, Collector(document, store, control if temporal else None))
 
 
-def follow(found: Found, max_steps: int, ui_url: str = "", *, on_record: Callable[[RunRecord], None] = lambda _: None) -> RunRecord:
+def follow(found: Found, max_steps: int, *, on_record: Callable[[RunRecord], None] = lambda _: None, quiet: bool = False) -> RunRecord:
     """Show a run until it has ended, and give every record to `on_record`; returns the last. Ctrl-C ends the following, not the run.
+
+    With `quiet` nothing is shown meanwhile.
 
     A run whose workflow Temporal runs no more, though it never said that it ended, comes back with the state `gone`.
 
@@ -65,7 +67,7 @@ def follow(found: Found, max_steps: int, ui_url: str = "", *, on_record: Callabl
     run = found.document.run
     away_since = 0.0
     num_absent = 0
-    with Progress(max_steps, ui_url) as progress:
+    with Progress(max_steps, quiet=quiet) as progress:
         while True:
             try:
                 record = found.collector.collect()

@@ -18,6 +18,7 @@ def demo(
     out: Path | None = None,
     minutes: float = 8.0,
     config: Path | None = None,
+    quiet: bool = False,
     sets: Sets = (),
 ) -> Exit:
     """Run everything on this machine and write a report: servers, trainer, Macs, the small search task.
@@ -36,6 +37,8 @@ def demo(
         Limit of wall clock; the run then ends with what it has.
     config
         Another configuration than configs/demo.toml.
+    quiet
+        Say only how it ended.
     """
     from cli.demo import Options, next_folder, run_demo
     from stoa.contracts.errors import UsageError
@@ -44,7 +47,7 @@ def demo(
         raise UsageError(f"--workers {workers}: from 1 to 64")
     if minutes <= 0:
         raise UsageError(f"--minutes {minutes:g}: must be more than 0")
-    options = Options(workers, seed, out if out is not None else next_folder(), minutes, config, sets)
+    options = Options(workers, seed, out if out is not None else next_folder(), minutes, config, sets, quiet)
     outcome = run_demo(options)
     tell(options.out, outcome.summary)
     if outcome.summary.audit.faults or outcome.summary.state == "failed":

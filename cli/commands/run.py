@@ -21,6 +21,7 @@ def run(
     detach: bool = False,
     no_doctor: bool = False,
     out: Path | None = None,
+    quiet: bool = False,
     sets: Sets = (),
 ) -> Exit:
     """Start a run and follow it to its end. Ctrl-C stops following; the run goes on.
@@ -37,6 +38,8 @@ def run(
         Do not look first whether this machine is fit for it.
     out
         Folder for metrics.jsonl while it is followed and the report at the end; runs/RUN when left out.
+    quiet
+        Say only what was started and how it ended.
     """
     from cli.doctor.checks import fit_for_run
     from cli.first_screen import Promise, first_screen
@@ -55,10 +58,10 @@ def run(
             say.talk(line)
         if detach:
             return Exit.DONE
-        return _follow(settings, launched, control, folder)
+        return _follow(settings, launched, control, folder, quiet=quiet)
 
 
-def _follow(settings: "RunConfig", launched: "Launched", control: "Control", folder: Path) -> Exit:
+def _follow(settings: "RunConfig", launched: "Launched", control: "Control", folder: Path, *, quiet: bool) -> Exit:
     """Show it until it has ended, keep its metrics, and write its report."""
     from cli.follow import Found, follow, reached
     from cli.launch import open_store
@@ -68,7 +71,7 @@ def _follow(settings: "RunConfig", launched: "Launched", control: "Control", fol
     store = open_store(settings)
     found = Found(settings, launched.document, store, control, Collector(launched.document, store, control))
     try:
-        record = follow(found, settings.stop.max_steps, on_record=MetricsFile(folder / "metrics.jsonl").keep)
+        record = follow(found, settings.stop.max_steps, on_record=MetricsFile(folder / "metrics.jsonl").keep, quiet=quiet)
     except KeyboardInterrupt:
         say.talk(f"no longer following; the run goes on: `stoa status {settings.run}`, `stoa stop {settings.run}`")
         return Exit.STOPPED

@@ -24,13 +24,17 @@ _CURVE_STEPS: Final = 48
 
 
 class Progress:
-    """Follows one run. Use as a context; call `show` with each new record. max_steps: for records that name no limit."""
+    """Follows one run. Use as a context; call `show` with each new record.
 
-    def __init__(self, max_steps: int, ui_url: str = "", console: Console | None = None) -> None:
+    max_steps: for records that name no limit. quiet: say nothing.
+    """
+
+    def __init__(self, max_steps: int, ui_url: str = "", console: Console | None = None, *, quiet: bool = False) -> None:
         self._console = console if console is not None else Console(stderr=True, highlight=False)
+        self._quiet = quiet
         self._max_steps = max_steps
         self._ui_url = ui_url
-        self._live = Live(console=self._console, refresh_per_second=4, transient=False) if self._console.is_terminal else None
+        self._live = Live(console=self._console, refresh_per_second=4, transient=False) if self._console.is_terminal and not quiet else None
         self._began = time.monotonic()
         self._told_version = -1
         self._told_evaluations: set[str] = set()
@@ -48,6 +52,8 @@ class Progress:
 
     def say(self, line: str) -> None:
         """One line that stays, above the block."""
+        if self._quiet:
+            return
         self._console.print(line, markup=False, soft_wrap=True)
         sys.stderr.flush()
 

@@ -295,15 +295,15 @@ def idle_reason(record: RunRecord, trainer: float, mac: float) -> str:
 def main_wait(record: RunRecord) -> tuple[str, str]:
     """What the Macs waited for most once start-up was over, by the seconds their sessions counted; and its share, if of several."""
     before = {s.host: s.waits for s in record.sessions_early}
-    counted: Counter[str] = Counter()
+    counted: dict[str, float] = {}
     for session in record.sessions:
         for kind, seconds in session.waits.items():
-            counted[kind] += max(0.0, seconds - before.get(session.host, {}).get(kind, 0.0))
+            counted[kind] = counted.get(kind, 0.0) + max(0.0, seconds - before.get(session.host, {}).get(kind, 0.0))
     whole = sum(counted.values())
     if whole <= 0:
         heard = Counter(record.waits).most_common(1)
         return (heard[0][0], "mostly ") if heard else ("", "")
-    kind, seconds = counted.most_common(1)[0]
+    kind, seconds = max(counted.items(), key=lambda item: item[1])
     share = "" if seconds > 0.995 * whole else f"{seconds / whole:.0%} of it "
     return _WAITS.get(kind, kind), share
 

@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from cli.live.progress import Progress, block, curve
@@ -76,3 +77,12 @@ def test_terminal_block_shows_what_is_waited_for() -> None:
 def test_curve_grows_with_reward_and_stays_in_bounds() -> None:
     assert curve([0.0, 0.5, 1.0, 2.0, -1.0]) == " +@@ "
     assert len(curve([0.1] * 500)) == 48
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_quiet_says_nothing_on_a_terminal_or_in_a_pipe(terminal: bool) -> None:
+    out = io.StringIO()
+    with Progress(8, console=Console(file=out, force_terminal=terminal), quiet=True) as progress:
+        progress.say("a line")
+        progress.show(record())
+    assert out.getvalue() == ""
