@@ -3,8 +3,9 @@
 Real: Temporal's dev server with a database file, the S3 server, workflows, grants, groups, admission, steps, deltas; the
 trainer's own loop with a step that passes the time. Macs are drawn from a stated distribution: sweeps of 5 to 20 s in place
 of minutes, lines, sleeps, leaves and returns; most live in one process, a few in their own, which are killed to see how soon
-that is noticed. Two windows are measured: one with a trainer that takes just what the fleet can bring, one with a
-trainer that takes 80 % of it. The same fleet is simulated (`cli/plan/fleet.py`), and predicted and measured stand side by side.
+that is noticed. First a trainer that waits for the Macs shows what they can bring; then two windows are measured: one with
+a trainer that takes just that, one with a trainer that takes 80 % of it. The same fleet is simulated (`cli/plan/fleet.py`),
+and predicted and measured stand side by side.
 """
 
 import argparse
@@ -16,28 +17,28 @@ import signal
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.fleet_forecast import Facts, forecast
-from benchmarks.fleet_measure import Growth, Observer, Snapshot, admission, growth, run_state_bytes
+from benchmarks.fleet_figures import away_share, control_cost, extrapolated, prediction_errors, shares, trained
+from benchmarks.fleet_forecast import Cast, Facts, forecast
+from benchmarks.fleet_measure import Observer, Snapshot, run_state_bytes
 from benchmarks.fleet_plant import RUN, Plant, scratch
 from benchmarks.fleet_play import Play
-from cli.plan.fleet_model import Mac
+from cli.plan.fleet_model import Absences, Mac, Rules
+from cli.plan.fleet_spec import rules_of
 from cli.processes import Child
 from cli.report.collect import Collector
 from cli.report.record import RunRecord, StepRow
 from stoa.bucket import keys
-from stoa.contracts import names
 from stoa.contracts.errors import StoaError
 from stoa.telemetry import log as telemetry
 
-BALANCED, HUNGRY = 1.0, 0.80
-"""Share of what the fleet can bring that the trainer takes, in the two windows."""
+EAGER, BALANCED, HUNGRY = 1.5, 1.0, 0.80
+"""Share of what the fleet can bring that the trainer could take: while that is measured, and in the two windows."""
 NUM_VICTIMS: Final = 2
 """Macs in processes of their own."""
 KILL_EVERY_SECONDS: Final = 45.0
@@ -112,6 +113,13 @@ def mac_of(member: dict[str, Any]) -> Mac:
     )
 
 
+def cast_of(members: Sequence[dict[str, Any]], rules: Rules) -> Cast:
+    """The fleet as the simulation wants it: Macs in processes of their own never go, so the others' rates are spread over all."""
+    share = 1.0 - NUM_VICTIMS / max(1, len(members))
+    absent = Absences(ABSENT.sleeps_per_hour * share, ABSENT.sleep_seconds, 0.0, 1.0, ABSENT.leaves_per_hour * share, ABSENT.leave_seconds)
+    return Cast(tuple(map(mac_of, members)), absent, rules)
+
+
 class Run:
     """One fleet on one plant."""
 
@@ -128,7 +136,7 @@ class Run:
         """Trainer, swarm, victims; returns after the first steps."""
         plant = self._plant
         self._processes = {"trainer": plant.start_trainer("trainer"), "temporal": plant.services.temporal, "s3": plant.services.weed}
-        self.set_pace(BALANCED)
+        self.set_pace(EAGER)
         swarm = plant.folder / "swarm.json"
         swarm.write_text(json.dumps(self.members[NUM_VICTIMS:]), "utf-8")
         config = plant.folder / "swarm-config.json"
@@ -150,7 +158,7 @@ class Run:
             return 0
 
     def set_pace(self, share: float, rate: float = 0.0) -> None:
-        """Let the trainer take this share of what the fleet can bring, or of `rate` usable groups a second."""
+        """Let the trainer take this share of `rate` usable groups a second, or of what the Macs should bring by their numbers."""
         options, facts = self._options, self.facts
         cycle = options.groups_per_step / ((rate or self._usable_rate()) * share)
         self.step_seconds = max(0.05, cycle - facts.step_overhead_seconds - facts.hold_seconds / STEPS_PER_VERSION)
@@ -228,8 +236,21 @@ def facts_of(plant: Plant, members: Sequence[dict[str, Any]], before: Snapshot, 
     macs = shares(before, after)
     turn = macs["mac_idle_share"] - sum(macs["waits"].get(name, 0.0) for name in WAITS)
     return Facts(
-        overhead, max(0.0, hold), max(0.0, turn) * macs["seconds"] / max(1, macs["sweeps"]), stretch(plant, members, before, after)
+        overhead,
+        max(0.0, hold),
+        max(0.0, turn) * macs["seconds"] / max(1, macs["sweeps"]),
+        stretch(plant, members, before, after),
+        intake_seconds=plant.config.learning.intake_poll_seconds / 2,
+        full_bytes=_mean_bytes(plant, keys.anchors_prefix(RUN)) * 2.0,  # its index beside its one part
+        delta_bytes=sum(_mean_bytes(plant, f"{keys.root(RUN)}{name}") for name in ("deltas/", "manifests/", "HEAD.json")),
+        group_bytes=_mean_bytes(plant, keys.groups_prefix(RUN)),
     )
+
+
+def _mean_bytes(plant: Plant, prefix: str) -> float:
+    """Of the objects under a prefix."""
+    sizes = [found.num_bytes for found in plant.store.list(prefix)]
+    return statistics.fmean(sizes) if sizes else 0.0
 
 
 def stretch(plant: Plant, members: Sequence[dict[str, Any]], before: Snapshot, after: Snapshot) -> float:
@@ -243,127 +264,21 @@ def stretch(plant: Plant, members: Sequence[dict[str, Any]], before: Snapshot, a
     return statistics.median(ratios) if ratios else 1.0
 
 
-def away_share(log: Path, start: float, end: float, num_macs: int) -> float:
-    """Share of a window that the swarm's Macs were asleep or had left, by its log."""
-    away = 0.0
-    for line in log.read_text("utf-8").splitlines():
-        if '"mac_away"' in line:
-            told = json.loads(line)
-            away += max(0.0, min(end, told["at"] + told["seconds"]) - max(start, told["at"]))
-    return away / ((end - start) * num_macs)
-
-
-def shares(before: Snapshot, after: Snapshot) -> dict[str, Any]:
-    """How the Macs' time went between two snapshots, by what their sessions counted."""
-    idle = busy = 0.0
-    waits: Counter[str] = Counter()
-    sweeps = groups = 0
-    for host, new in after.sessions.items():
-        old = before.sessions.get(host)
-        if old is None:
-            continue
-        idle += new.idle_seconds - old.idle_seconds
-        busy += sum(getattr(new, name) - getattr(old, name) for name in ("decode_seconds", "pull_seconds", "apply_seconds"))
-        sweeps += new.num_sweeps - old.num_sweeps
-        groups += new.num_groups - old.num_groups
-        waits.update({name: seconds - old.waits.get(name, 0.0) for name, seconds in new.waits.items()})
-    total = max(1e-9, idle + busy)
-    return {
-        "sweeps": sweeps,
-        "groups": groups,
-        "seconds": total,
-        "mac_idle_share": round(idle / total, 4),
-        "waits": {name: round(seconds / total, 4) for name, seconds in sorted(waits.items())},
-    }
-
-
-def trained(steps: Sequence[StepRow], seconds: float) -> dict[str, Any]:
-    """What the trainer did with a window."""
-    waits, busy = sum(row.wait_seconds for row in steps), sum(row.train_seconds for row in steps)
-    ages: Counter[int] = Counter()
-    dropped: Counter[str] = Counter()
-    refused: Counter[str] = Counter()
-    for row in steps:
-        ages.update(row.version - keys.parse_group(key).version for key in row.consumed)
-        dropped.update(row.dropped.values())
-        refused.update(reason for _, _, reason in row.refused)
-    num = ages.total()
-    came = num + dropped.total() + refused.total()
-    return {
-        "steps": len(steps),
-        "steps_per_hour": round(len(steps) * 3600 / seconds, 1),
-        "groups_trained_per_hour": round(num * 3600 / seconds, 1),
-        "trainer_idle_share": round(waits / max(1e-9, waits + busy), 4),
-        "staleness": {str(lag): round(count / max(1, num), 4) for lag, count in sorted(ages.items())},
-        "staleness_mean": round(sum(lag * count for lag, count in ages.items()) / max(1, num), 3),
-        "discarded_fraction": round((dropped["stale"] + refused.total()) / max(1, came), 4),
-        "dropped": dict(dropped),
-        "refused": dict(refused),
-    }
-
-
-def control_cost(before: Snapshot, after: Snapshot, sweeps: int, hosts: Sequence[str]) -> dict[str, Any]:
-    """Events, bytes and processor time."""
-    seconds = after.at - before.at
-    own = [names.session_workflow_id(RUN, host) for host in hosts]
-    sessions, run = growth(before, after, own), growth(before, after, [names.run_workflow_id(RUN)])
-    counted = [host for host, one in zip(hosts, own, strict=True) if one in sessions.hosts]
-    of_counted = sum(after.sessions[host].num_sweeps - before.sessions[host].num_sweeps for host in counted if host in before.sessions)
-    cpu = {name: round((after.cpu[name] - before.cpu.get(name, 0.0)) / max(1, sweeps), 5) for name in after.cpu}
-    return {
-        "events_per_sweep": round(sessions.events / max(1, of_counted), 2),
-        "history_bytes_per_sweep": round(sessions.size / max(1, of_counted), 1),
-        "history_per_hour": _history_per_hour(sessions, run, seconds),
-        "cpu_seconds_per_sweep": round(cpu["temporal"] + cpu["control"], 5),
-        "cpu_seconds_per_sweep_by_process": cpu,
-        "sessions_continued_as_new": sessions.num_continued,
-    }
-
-
-def _history_per_hour(sessions: Growth, run: Growth, seconds: float) -> dict[str, float]:
-    hourly = 3600.0 / seconds
-    per_session = sessions.events / max(1, sessions.num_workflows)
-    return {
-        "run_events": round(run.events * hourly, 1),
-        "run_bytes": round(run.size * hourly),
-        "session_events": round(per_session * hourly, 1),
-        "session_bytes": round(sessions.size / max(1, sessions.num_workflows) * hourly),
-    }
-
-
-def extrapolated(num: int, cost: dict[str, Any]) -> dict[str, Any]:
-    """A fleet of `num` Macs with sweeps of 180 s, by multiplying what was measured: no such fleet was run."""
-    sweeps = num * 20
-    return {
-        "extrapolated": True,
-        "macs": num,
-        "sweeps_per_hour": sweeps,
-        "session_events_per_hour": round(sweeps * cost["events_per_sweep"]),
-        "session_history_mb_per_hour": round(sweeps * cost["history_bytes_per_sweep"] / 1e6, 1),
-        "control_cores": round(sweeps * cost["cpu_seconds_per_sweep"] / 3600, 2),
-        "run_state_bytes": run_state_bytes(min(num, 2000)),
-        "admission": {name: round(seconds, 7) for name, seconds in asdict(admission(num)).items()},
-    }
-
-
 async def measure(options: Options, plant: Plant) -> dict[str, Any]:
-    """Warm up, measure both windows, stop, and compare with the simulation."""
+    """See what the fleet brings, measure both windows, stop, and compare with the simulation."""
     observer = await Observer.at(plant.services.temporal_address)
     run = Run(plant, options, observer)
     await run.start()
-    await asyncio.sleep(options.warm_minutes * 15)
-    warming = await run.snapshot()
-    await asyncio.sleep(options.warm_minutes * 30)
-    run.facts = facts_of(plant, run.members, warming, await run.snapshot())
-    run.set_pace(BALANCED)
+    capacity = await _capacity(run, options, plant)
+    run.set_pace(BALANCED, capacity)
     await asyncio.sleep(options.warm_minutes * 15)
     balanced_pace, before = run.step_seconds, await run.snapshot()
     await run.kill_victims(options.minutes * 60)
     after = await run.snapshot()
-    seconds = after.at - before.at
+    seconds, load = after.at - before.at, os.getloadavg()
     steady = trained(window_steps(record_of(plant), before.at, after.at), seconds)
     facts = facts_of(plant, run.members, before, after)
-    run.set_pace(HUNGRY, steady["groups_trained_per_hour"] / 3600.0)
+    run.set_pace(HUNGRY, max(capacity, steady["groups_trained_per_hour"] / 3600.0))
     hungry_pace = run.step_seconds
     await asyncio.sleep(options.hungry_minutes * 30)
     hungry_from = time.time()
@@ -373,7 +288,8 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
     macs = shares(before, after)
     hungry = trained(window_steps(record_of(plant), hungry_from, hungry_to), max(1.0, hungry_to - hungry_from))
     cost = control_cost(before, after, macs["sweeps"], run.hosts)
-    predicted = _predicted(plant, run, options, facts, (balanced_pace, hungry_pace))
+    rules = rules_of(plant.config, options.flat_fraction)
+    predicted = [forecast(cast_of(run.members, rules), replace(facts, step_seconds=pace)) for pace in (balanced_pace, hungry_pace)]
     return {
         "macs": options.macs,
         **{name: cost[name] for name in SHOWN},
@@ -384,10 +300,12 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
         "trainer_idle_share": hungry["trainer_idle_share"],
         "trainer_idle_share_balanced": steady["trainer_idle_share"],
         "macs_to_saturate": predicted[0]["macs_to_saturate"],
-        "grant_wait_share": round(sum(share for name, share in macs["waits"].items() if name not in ("version", "run")), 4),
+        "grant_wait_share": macs["grant_wait_share"],
         "mac_idle_share": macs["mac_idle_share"],
         "mac_away_share": round(away_share(plant.folder / "logs" / "swarm.log", before.at, after.at, options.macs), 4),
         "mac_waits": macs["waits"],
+        "bytes_per_hour": {"up": macs["bytes_up_per_hour"], "down": macs["bytes_down_per_hour"]},
+        "capacity_groups_per_hour": round(capacity * 3600.0, 1),
         "largest_message_bytes": largest,
         "largest_message": where,
         "run_state_bytes_1000_macs": run_state_bytes(1000),
@@ -395,34 +313,27 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
         "sweeps_per_hour": round(macs["sweeps"] * 3600 / seconds),
         "balanced": {"step_seconds": round(balanced_pace, 3), "measured": steady, "predicted": predicted[0]},
         "hungry": {"step_seconds": round(hungry_pace, 3), "measured": hungry, "predicted": predicted[1]},
-        "prediction_error": _errors(steady, macs, hungry, predicted),
+        "prediction_error": prediction_errors(steady, macs, hungry, predicted),
         "facts_given_to_the_simulation": asdict(facts),
+        "rules": asdict(rules),
         "extrapolated_1000": extrapolated(1000, cost),
         "extrapolated_10000": extrapolated(10_000, cost),
-        "conditions": {**asdict(options), "absences": asdict(ABSENT), "groups_per_step": options.groups_per_step, "load": os.getloadavg()},
+        "conditions": {**asdict(options), "absences": asdict(ABSENT), "groups_per_step": options.groups_per_step, "load": load},
     }
 
 
-def _predicted(plant: Plant, run: Run, options: Options, facts: Facts, paces: Sequence[float]) -> list[dict[str, Any]]:
-    """What the simulation says of the same Macs at each pace of the trainer, in seconds a step."""
-    return [
-        forecast(
-            run.members, mac_of, ABSENT, plant.config, replace(facts, step_seconds=pace), options.flat_fraction, run.hosts[:NUM_VICTIMS]
-        )
-        for pace in paces
-    ]
-
-
-def _errors(steady: dict[str, Any], macs: dict[str, Any], hungry: dict[str, Any], predicted: list[dict[str, Any]]) -> dict[str, float]:
-    """Predicted minus measured; of rates, as a share of the measured."""
-    return {
-        "trainer_idle_share_balanced": round(predicted[0]["trainer_idle_share"] - steady["trainer_idle_share"], 4),
-        "trainer_idle_share_hungry": round(predicted[1]["trainer_idle_share"] - hungry["trainer_idle_share"], 4),
-        "mac_idle_share": round(predicted[0]["mac_idle_share"] - macs["mac_idle_share"], 4),
-        "staleness_mean": round(predicted[0]["staleness_mean"] - steady["staleness_mean"], 3),
-        "discarded_fraction": round(predicted[0]["discarded_fraction"] - steady["discarded_fraction"], 4),
-        "groups_trained_per_hour": round(predicted[0]["groups_trained_per_hour"] / max(1.0, steady["groups_trained_per_hour"]) - 1, 4),
-    }
+async def _capacity(run: Run, options: Options, plant: Plant) -> float:
+    """Usable groups a second that the fleet brings to a trainer that waits for them, after a quarter of the warm-up."""
+    await asyncio.sleep(options.warm_minutes * 15)
+    before = await run.snapshot()
+    await asyncio.sleep(options.warm_minutes * 45)
+    after = await run.snapshot()
+    run.facts = facts_of(plant, run.members, before, after)
+    seconds = after.at - before.at
+    num = trained(window_steps(record_of(plant), before.at, after.at), seconds)["groups_trained_per_hour"]
+    if not num:
+        raise TimeoutError(f"no step in {seconds:.0f} s; logs are in {plant.folder}")
+    return float(num) / 3600.0
 
 
 def main() -> None:

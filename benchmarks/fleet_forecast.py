@@ -1,4 +1,4 @@
-"""The simulation's word on a fleet that is being measured: the same Macs, rules and pauses, none of the servers."""
+"""The simulation's word on a fleet that is being measured: the same Macs, rules, sizes and pauses, none of the servers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,13 +7,10 @@ from typing import Any, Final
 
 from cli.plan.fleet import simulate
 from cli.plan.fleet_model import Absences, Fleet, Mac, Outcome, Rules, Sizes, Trainer
-from stoa.config.run import RunConfig
 
 SEEDS: Final = (0, 1, 2, 3)
 HOURS: Final = 2.0
 BUSY_SHARE: Final = 0.05
-DELTA_BYTES, FULL_BYTES, GROUP_BYTES = 1000.0, 92_000.0, 1500.0
-"""Of the small weights and groups that pretended Macs send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +22,32 @@ class Facts:
     turn_seconds: float
     stretch: float = 1.0
     step_seconds: float = 1.0
+    intake_seconds: float = 0.25
+    full_bytes: float = 92_000.0
+    """Of an anchor."""
+    delta_bytes: float = 1000.0
+    """Of what a Mac reads for one version: HEAD, manifest and delta."""
+    group_bytes: float = 1500.0
 
 
-def forecast(
-    members: Sequence[dict[str, Any]],
-    mac_of: Callable[[dict[str, Any]], Mac],
-    absent: Any,
-    config: RunConfig,
-    facts: Facts,
-    flat_fraction: float,
-    always_there: Sequence[str],
-) -> dict[str, Any]:
-    """What a run of this fleet should measure, the mean of a few seeds. `always_there`: hosts without absences."""
-    fleet = _fleet(members, mac_of, absent, config, facts, flat_fraction, always_there)
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """The Macs of a run, how they come and go, and its rules."""
+
+    macs: tuple[Mac, ...]
+    absences: Absences
+    rules: Rules
+
+
+def forecast(cast: Cast, facts: Facts) -> dict[str, Any]:
+    """What a run of this fleet should measure, the mean of a few seeds."""
+    fleet = _fleet(cast, facts)
     outcomes = simulate(fleet, HOURS * 3600.0, SEEDS)
     ages = [age for one in outcomes for age in one.staleness]
     total = sum(sum(one.staleness.values()) for one in outcomes)
     return {
         "trainer_idle_share": round(_mean(outcomes, lambda one: one.trainer_idle_share), 4),
-        "mac_idle_share": round(_mean(outcomes, lambda one: one.mac_wait_share), 4),
+        "grant_wait_share": round(_mean(outcomes, lambda one: one.mac_wait_share), 4),
         "mac_away_share": round(_mean(outcomes, lambda one: one.mac_away_share), 4),
         "staleness_mean": round(_mean(outcomes, lambda one: one.staleness_mean), 3),
         "staleness": {
@@ -53,36 +57,19 @@ def forecast(
         "discarded_fraction": round(_mean(outcomes, lambda one: one.discarded_fraction), 4),
         "steps_per_hour": round(_mean(outcomes, lambda one: one.per_hour(one.steps)), 1),
         "groups_trained_per_hour": round(_mean(outcomes, lambda one: one.per_hour(one.groups_trained)), 1),
-        "macs_to_saturate": _saturating(fleet, len(members)),
+        "bytes_up_per_hour": round(_mean(outcomes, lambda one: one.per_hour(one.bytes_up))),
+        "bytes_down_per_hour": round(_mean(outcomes, lambda one: one.per_hour(one.bytes_down))),
+        "macs_to_saturate": _saturating(fleet, len(cast.macs)),
     }
 
 
-def _fleet(
-    members: Sequence[dict[str, Any]],
-    mac_of: Callable[[dict[str, Any]], Mac],
-    absent: Any,
-    config: RunConfig,
-    facts: Facts,
-    flat_fraction: float,
-    always_there: Sequence[str],
-) -> Fleet:
-    learning = config.learning
-    share = 1.0 - len(always_there) / max(1, len(members))
+def _fleet(cast: Cast, facts: Facts) -> Fleet:
     return Fleet(
-        Rules(
-            config.rollout.usual_groups,
-            learning.groups_per_step,
-            learning.steps_per_version,
-            learning.max_staleness,
-            learning.max_staleness_hard,
-            flat_fraction,
-            config.timeouts.heartbeat_seconds,
-            config.timeouts.head_poll_seconds,
-        ),
-        Trainer(facts.step_seconds, 0.0, facts.step_overhead_seconds, facts.hold_seconds, 0.0, learning.intake_poll_seconds / 2),
-        tuple(replace(mac, sweep_seconds=mac.sweep_seconds * facts.stretch) for mac in map(mac_of, members)),
-        Sizes(FULL_BYTES, DELTA_BYTES, GROUP_BYTES),
-        Absences(absent.sleeps_per_hour * share, absent.sleep_seconds, 0.0, 1.0, absent.leaves_per_hour * share, absent.leave_seconds),
+        cast.rules,
+        Trainer(facts.step_seconds, 0.0, facts.step_overhead_seconds, facts.hold_seconds, 0.0, facts.intake_seconds),
+        tuple(replace(mac, sweep_seconds=mac.sweep_seconds * facts.stretch) for mac in cast.macs),
+        Sizes(facts.full_bytes, facts.delta_bytes, facts.group_bytes),
+        cast.absences,
         sweep_jitter=0.1,
         turn_seconds=facts.turn_seconds,
         apply_seconds=0.0,

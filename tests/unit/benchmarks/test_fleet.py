@@ -8,7 +8,8 @@ import pytest
 from temporalio.api.common.v1 import Payload, Payloads
 from temporalio.api.history.v1 import ActivityTaskScheduledEventAttributes, HistoryEvent
 
-from benchmarks.fleet import Options, away_share, control_cost, draw_members, mac_of, shares, trained
+from benchmarks.fleet import Options, draw_members, mac_of
+from benchmarks.fleet_figures import away_share, control_cost, shares, trained
 from benchmarks.fleet_measure import History, Snapshot, growth, payloads, run_state_bytes
 from benchmarks.fleet_play import Play
 from stoa.bucket import keys
