@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def launch(mode: str, size: int, folder: Path) -> Found:
     """What rank 0 of a ring of so many ranks says."""
     port = free_run(size + 1)
     out = folder / f"{mode}-{size}.json"
+    awaited = [out, out.with_suffix(".mismatch")] if mode == "mismatch" else [out]
     line = (
         str(Path(sys.executable).with_name("mlx.launch")), "-n", str(size), "--backend", "ring", "--starting-port", str(port),
         "--cwd", str(PROJECT_ROOT), "--python", sys.executable, "--",
@@ -72,8 +74,11 @@ def launch(mode: str, size: int, folder: Path) -> Found:
         # The input stays open: at its end `mlx.launch` would spin.
         process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         calm(process.pid, size)
+        deadline = time.monotonic() + RANK_SECONDS
         try:
-            process.wait(RANK_SECONDS)
+            # Not for `mlx.launch`: what is calm sees late that its ranks have ended.
+            while process.poll() is None and time.monotonic() < deadline and not all(path.is_file() for path in awaited):
+                time.sleep(0.1)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -38,11 +38,11 @@ TEN_LAYERS: Final[dict[str, object]] = {
 EIGHT_WAYS: Final[dict[str, object]] = TEN_LAYERS | {
     "hidden_size": 512,
     "moe_intermediate_size": 512,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "num_experts": 4,
-    "layer_types": ["conv", "full_attention", "conv"],
+    "layer_types": ["conv", "full_attention"],
 }
 DENSE: Final[dict[str, object]] = {
     "model_type": "lfm2",

@@ -31,7 +31,6 @@ from worker_mac.cluster.link import RingLink, Watchdog
 from worker_mac.cluster.set_engine import SPARE_BYTES, split_model
 from worker_mac.cluster.split import Strength, num_bytes_of
 from worker_mac.cluster.stock import StockStage
-from worker_mac.cluster.tensor import TensorModel, share_arrays
 from worker_mac.cluster.wire import Channel
 from worker_mac.decoder import Decoder
 from worker_mac.ending import leave
@@ -44,7 +43,7 @@ from worker_mac.schedule import least_pages
 from worker_mac.sweep import Casting, Played, Sweep, cast
 from worker_mac.weights import LiveWeights
 
-NUM_PAGES = 14
+NUM_PAGES, FEW_PAGES = 14, 9
 STEP_TOKENS = 96
 Found = dict[str, object]
 
@@ -72,15 +71,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.mode == "pipeline":
         found = pipeline(link, asked.control)
     elif asked.mode == "tensor":
-        found = tensor(link)
+        found = tensor(link, asked.control)
     elif asked.mode == "stock":
         found = stock(link)
     else:
         found = mismatch(link)
+    if asked.mode != "mismatch":
+        # Whoever ends first would break the ring of those that are not done.
+        mx.eval(mx.distributed.all_sum(mx.ones((1,)), group=mx.distributed.init(backend="ring")))
     if found is not None:
-        asked.out.write_text(json.dumps(found), "utf-8")
-    # Whoever ends first would break the ring of those that are not done.
-    mx.eval(mx.distributed.all_sum(mx.ones((1,)), group=mx.distributed.init(backend="ring")))
+        part = asked.out.with_suffix(".part")
+        part.write_text(json.dumps(found), "utf-8")
+        part.replace(asked.out)
     return 0
 
 
@@ -91,6 +93,18 @@ def _stuck(out: Path, what: str) -> None:
 
 def pipeline(link: RingLink, port: int) -> Found | None:
     """Whole multi-turn sweeps with evictions, twice: on this process alone, and on the set with two halves in flight."""
+    ranks = _meet(link, port)
+    if ranks is None:
+        return None
+    found: Found = {}
+    for name, config in (("lfm2_moe", TEN_LAYERS), ("lfm2", DENSE)):
+        found[name] = _compare(ranks, link, config)
+    ranks.close()
+    return found
+
+
+def _meet(link: RingLink, port: int) -> Ranks | None:
+    """On rank 0 the others; they follow to the end, and get None."""
     if link.rank:
         connection = _call(port)
         connection.sendall(bytes([link.rank]))
@@ -104,12 +118,7 @@ def pipeline(link: RingLink, port: int) -> Found | None:
             connection, _ = listener.accept()
             rank = connection.recv(1)[0]
             waiting[rank] = Channel(connection, f"rank {rank}")
-    ranks = Ranks([waiting[rank] for rank in range(1, link.size)], _lost)
-    found: Found = {}
-    for name, config in (("lfm2_moe", TEN_LAYERS), ("lfm2", DENSE)):
-        found[name] = _compare(ranks, link, config)
-    ranks.close()
-    return found
+    return Ranks([waiting[rank] for rank in range(1, link.size)], _lost)
 
 
 def _lost(error: StoaError) -> None:
@@ -231,26 +240,43 @@ def _worst(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
 
 
-def tensor(link: RingLink) -> Found | None:
-    """Logits of prefill and decode with a share of every layer on each rank, against the whole on rank 0."""
-    state, parsed = random_state(EIGHT_WAYS), read_model_config(EIGHT_WAYS)
-    tokens = np.random.default_rng(4).integers(0, parsed.vocab_size, (2, 10)).astype(np.int32)
-
-    def walk(model: Model) -> list[np.ndarray]:
-        rows = Forced(model, 2, 32)
-        return [rows.feed([row[:7] for row in tokens]), *rows.walk(tokens[:, 7:])]
-
-    sent = link.bytes_sent
-    arrays = share_arrays(state, parsed, link.rank, link.size)
-    found = walk(TensorModel(parsed, arrays, link.size, link))
-    sent = link.bytes_sent - sent
-    if link.rank:
+def tensor(link: RingLink, port: int) -> Found | None:
+    """Whole multi-turn sweeps with evictions and logits of prefill and decode, a share of every layer on each rank."""
+    ranks = _meet(link, port)
+    if ranks is None:
         return None
-    return {
-        "difference": _worst(found, walk(Model(parsed, LiveWeights.of(state).arrays))),
-        "weights_fraction": sum(array.nbytes for array in arrays.values()) / state.layout.num_bytes,
-        "bytes_a_step": sent / 4,
+    state, parsed = random_state(EIGHT_WAYS), read_model_config(EIGHT_WAYS)
+    environment, who = Talk(), [one for one in castings() if one.group < 2]
+    spans = split_model(parsed, state.layout, [Strength(None, 1.0)] * link.size, environment.limits.max_episode_tokens, "tensor")
+    wired = WiredSet(ranks, link, EIGHT_WAYS, state.layout, spans, split="tensor")
+    write_into(wired.weights.state, state)
+    pages = Pages(FEW_PAGES, PoolKey(0, "", PAGE_TOKENS, "float32"))
+    schedule = cast(environment, who, pages, max_rows=len(who))
+    decoder = wired.decoder(FEW_PAGES, schedule.num_slots, record_routing=True)
+    sent, told, on_set = link.bytes_sent, ranks.bytes_sent, dict[int, list[Episode]]()
+    began = time.perf_counter()
+    played = Sweep(decoder, schedule, environment, who, on_set.__setitem__, pace=Slow()).play()
+    seconds = time.perf_counter() - began
+    sent, told = link.bytes_sent - sent, ranks.bytes_sent - told
+    model = Model(parsed, LiveWeights.of(state).arrays)
+    schedule = cast(environment, who, Pages(FEW_PAGES, PoolKey(0, "", PAGE_TOKENS, "float32")), max_rows=len(who))
+    alone: dict[int, list[Episode]] = {}
+    rows = Decoder(model, FEW_PAGES, schedule.num_slots, record_routing=True)
+    Sweep(rows, schedule, environment, who, alone.__setitem__, pace=Slow()).play()
+    found: Found = {
+        "difference": max(_difference(on_set, alone), _logits_difference(wired, model)),
+        "weights_fraction": max(wired.weights_bytes) / state.layout.num_bytes,
+        "kv_fraction": max(decoder.cache_bytes) / rows.num_cache_bytes,
+        "runs_on_the_set": played.ended,
+        "bytes_a_step": sent / played.num_steps,
+        "plan_bytes_a_step": told / played.num_steps,
+        "num_steps": played.num_steps,
+        "seconds_set": seconds,
+        "num_turns": sum(len(episode.turns) for episodes in on_set.values() for episode in episodes),
+        "num_parked": played.num_parked,
     }
+    ranks.close()
+    return found
 
 
 def stock(link: RingLink) -> Found | None:

@@ -14,7 +14,7 @@ from cli.doctor.open import scene_of_mac
 from cli.say import Exit
 from stoa.contracts.errors import UsageError
 from stoa.telemetry import log as telemetry
-from worker_mac.cluster.hosts import read_hosts
+from worker_mac.cluster.hosts import read_hosts, read_split
 from worker_mac.cluster.install import install_everywhere
 from worker_mac.cluster.launch import Supervisor
 from worker_mac.cluster.link import backends
@@ -30,13 +30,14 @@ def join_wired(hosts_file: Path, entry: Entry, config: Path | None, folder: Path
     if at_login:
         raise UsageError("a wired set is not started at log-in", hint="start it in a window: it starts again by itself what is lost")
     telemetry.configure(worker="mac")
-    hosts, probe = read_hosts(hosts_file), SshProbe()
+    hosts, split, probe = read_hosts(hosts_file), read_split(hosts_file), SshProbe()
+    say.talk(f"{len(hosts)} Macs as one worker: each computes {'a share of every layer' if split == 'tensor' else 'some of the layers'}")
     install_everywhere(probe, hosts, say.talk)
     if look and not _is_fit(hosts_file, entry, folder):
         return Exit.FAULT_FOUND
     given = () if config is None else (str(config.resolve()),)
     supervisor = Supervisor(
-        hosts, probe, (*given, "--state", str(folder.resolve())), folder.resolve(), available=backends(), say=say.talk
+        hosts, probe, (*given, "--state", str(folder.resolve())), folder.resolve(), available=backends(), say=say.talk, split=split,
     )  # fmt: skip
 
     def end(_number: int, _frame: FrameType | None) -> None:

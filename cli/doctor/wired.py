@@ -17,10 +17,11 @@ from cli.doctor.machine import LONGEST_TOKENS, gpu_bytes
 from cli.doctor.scene import Scene
 from cli.say import bytes_text
 from stoa.contracts.errors import StoaError, WiredError
-from worker_mac.cluster.hosts import CONTROL_OFFSET, HERE, PORT, WiredHost, read_hosts
+from worker_mac.cluster.hosts import CONTROL_OFFSET, HERE, PORT, WiredHost, read_hosts, read_split
 from worker_mac.cluster.install import installed, ours
 from worker_mac.cluster.probe import BRIDGE, SSH_FAILED, Probe, Said, SshProbe, Wire, last_line, read_wire
-from worker_mac.cluster.split import Strength, num_bytes_of
+from worker_mac.cluster.split import Split, Strength, num_bytes_of
+from worker_mac.cluster.tensor import share_layout
 from worker_mac.model_config import read_model_config
 
 HOSTS: Final = "wired hosts"
@@ -57,7 +58,7 @@ class Seen:
 def examine_hosts(path: Path, scene: Scene, probe: Probe | None = None, *, port: int = PORT) -> list[Finding]:
     """All checks of the Macs in a hosts.json."""
     try:
-        hosts = read_hosts(path)
+        hosts, split = read_hosts(path), read_split(path)
     except WiredError as error:
         return [bad(HOSTS, error.message, error.hint)]
     probe = probe or SshProbe()
@@ -70,7 +71,8 @@ def examine_hosts(path: Path, scene: Scene, probe: Probe | None = None, *, port:
         if on_a_wire:
             links = [pool.submit(_check_link, probe, one) for one in seen[1:] if one.address and not one.host.is_here]
             found += [finding for link in links for finding in link.result()]
-    return [*found, _check_port(probe, LOCAL, port + CONTROL_OFFSET), check_split(scene, [_strength(one, scene) for one in seen], hosts)]
+    strengths = [_strength(one, scene) for one in seen]
+    return [*found, _check_port(probe, LOCAL, port + CONTROL_OFFSET), check_split(scene, strengths, hosts, split)]
 
 
 def _look(probe: Probe, host: WiredHost, port: int, *, on_a_wire: bool) -> Seen:
@@ -204,7 +206,7 @@ def _strength(seen: Seen, scene: Scene) -> Strength:
     return Strength(limit or None, float(seen.host.bandwidth_bytes or 1))
 
 
-def check_split(scene: Scene, macs: Sequence[Strength], hosts: Sequence[WiredHost]) -> Finding:
+def check_split(scene: Scene, macs: Sequence[Strength], hosts: Sequence[WiredHost], split: Split = "pipeline") -> Finding:
     """Which layers would go where, and whether that fits."""
     from worker_mac.cluster.set_engine import split_model
 
@@ -214,12 +216,15 @@ def check_split(scene: Scene, macs: Sequence[Strength], hosts: Sequence[WiredHos
     config = read_model_config(scene.model_config)
     tokens = int(str(scene.config.environment.settings.get("max_episode_tokens", LONGEST_TOKENS)))
     try:
-        spans = split_model(config, scene.layout, macs, tokens)
+        spans = split_model(config, scene.layout, macs, tokens, split)
     except StoaError as error:
         return bad(name, error.message, error.hint)
+    known = "" if all(mac.limit_bytes for mac in macs) else "; the memory of some is not known"
+    if split == "tensor":
+        share = sum(array.num_bytes for array in share_layout(scene.layout, len(hosts)).arrays)
+        return good(name, f"of each 1/{len(hosts)} on every Mac ({bytes_text(share)} each), convolutions and embedding on all{known}")
     parts = [
         f"{span.start} to {span.stop - 1} on {host.ssh} ({bytes_text(num_bytes_of(scene.layout, span, config.num_layers))})"
         for span, host in zip(spans, hosts, strict=True)
     ]
-    known = "" if all(mac.limit_bytes for mac in macs) else "; the memory of some is not known"
     return good(name, f"{', '.join(parts)}{known}")

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from metal.sizes import ATTENTION_BYTES
 from stoa.contracts.errors import FormatError, StoaError, WrongStateError
-from stoa.weights.layout import Layout, RawType, layout_of
+from stoa.weights.layout import RawType, layout_of
 from worker_mac.cluster.orders import drawn_answer, fault_answer, read_change, read_sampling, read_step
 from worker_mac.cluster.parts import PartState, PartWeights
 from worker_mac.cluster.split import arrays_of
-from worker_mac.cluster.stage import Neighbours, StageModel, step_stage
+from worker_mac.cluster.stage import StageModel, step_stage
+from worker_mac.cluster.tensor import TensorModel, Wire, check_shares, share_layout, together
 from worker_mac.cluster.wire import Channel, Message
 from worker_mac.decoder import Decoder
 from worker_mac.holds import Awake, wired_bytes
@@ -35,12 +36,12 @@ Numbers = Mapping[str, NDArray[np.generic]]
 class Follower:
     """One Mac's layers, under orders."""
 
-    def __init__(self, channel: Channel, link: Neighbours, limit_bytes: int | None = None) -> None:
+    def __init__(self, channel: Channel, link: Wire, limit_bytes: int | None = None) -> None:
         """limit_bytes: what weights and pages may take of this Mac; None for no limit."""
         self._channel, self._link, self._limit_bytes = channel, link, limit_bytes
         self._awake = Awake()
         self._weights: PartWeights | None = None
-        self._model: StageModel | None = None
+        self._model: StageModel | TensorModel | None = None
         self._decoder: Decoder | None = None
         self._revision = 0
         """Writes to the weights so far: a plan is for weights of one revision."""
@@ -64,8 +65,8 @@ class Follower:
                 continue
             number = order.number("id")
             try:
-                if order.op == "digests":
-                    self._digests.submit(self._tell_digests, number, order.texts("names"))
+                if order.op in ("digests", "get"):
+                    self._digests.submit(self._tell_bytes, number, order)
                     continue
                 fields, arrays = self._do(order)
             except StoaError as error:
@@ -123,11 +124,20 @@ class Follower:
                 "this program makes another layout of the model's config",
             )
         config = read_model_config(model_config)  # pyright: ignore[reportUnknownArgumentType]
-        layers = range(order.number("first"), order.number("stop"))
-        weights = PartWeights(arrays_of(layout, layers, config.num_layers), lambda views: _state(layout, views))
+        layers, plain_ops = range(order.number("first"), order.number("stop")), order.texts("plain_ops")
+        if order.text("split") == "tensor":
+            ranks = order.number("ranks")
+            check_shares(layout, config, ranks)
+            held, specs = share_layout(layout, ranks), share_layout(layout, ranks).arrays
+        else:
+            ranks, held, specs = 1, layout, arrays_of(layout, layers, config.num_layers)
+        weights = PartWeights(specs, lambda views: PartState(held, views))
         self._weights, self._decoder = weights, None
-        self._model = StageModel(config, weights.arrays, layers, self._link, without_kernels=order.texts("plain_ops"))
-        _log.info("layers_taken", first=layers.start, stop=layers.stop, bytes=weights.num_bytes)
+        if ranks > 1:
+            self._model = TensorModel(config, weights.arrays, ranks, self._link, without_kernels=plain_ops)
+        else:
+            self._model = StageModel(config, weights.arrays, layers, self._link, without_kernels=plain_ops)
+        _log.info("layers_taken", first=layers.start, stop=layers.stop, share=f"1/{ranks}", bytes=weights.num_bytes)
         return {"num_bytes": weights.num_bytes, "ops": self._model.ops}
 
     def _write(self) -> PartState:
@@ -144,25 +154,36 @@ class Follower:
                 hint="an update is missing on one Mac: the weights are rebuilt",
             )
         decoder, model = self._pool(), self._ready()
+        decoder.record_routing, decoder.sampling = bool(order.fields.get("record_routing")), read_sampling(order)
+        if isinstance(model, TensorModel):
+            if order.op == "logits":
+                together(self._link, lambda: decoder.logits(work))
+                return {}
+            return drawn_answer(together(self._link, lambda: decoder.step(work, uniform)))
         if order.op == "logits" and model.is_last:
             return {"logits": decoder.logits(work)}
-        decoder.record_routing, decoder.sampling = bool(order.fields.get("record_routing")), read_sampling(order)
         return drawn_answer(step_stage(decoder, work, uniform, is_last=model.is_last))
 
-    def _tell_digests(self, number: int, names: tuple[str, ...]) -> None:
+    def _tell_bytes(self, number: int, order: Message) -> None:
+        """Digests of arrays, or bytes of one."""
         try:
-            self._channel.send(Message("done", {"id": number, "digests": self._held().part.digests_of(names)}))
+            part = self._held().part
+            if order.op == "digests":
+                self._channel.send(Message("done", {"id": number, "digests": part.digests_of(order.texts("names"))}))
+                return
+            data = part.get(order.text("name"), order.number("at"), order.number("count"))
+            self._channel.send(Message("done", {"id": number}, {"data": data}))
         except KeyError as error:
             self._channel.send(fault_answer(FormatError(f"no array {error} here"), number))
         except StoaError as error:
-            _log.warning("digests_not_told", reason=error.message)
+            _log.warning("bytes_not_told", reason=error.message)
 
     def _held(self) -> PartWeights:
         if self._weights is None:
             raise FormatError("an order about weights before any layers")
         return self._weights
 
-    def _ready(self) -> StageModel:
+    def _ready(self) -> StageModel | TensorModel:
         if self._model is None:
             raise FormatError("an order to compute before any layers")
         return self._model
@@ -171,10 +192,6 @@ class Follower:
         if self._decoder is None:
             raise FormatError("an order to compute before any pages")
         return self._decoder
-
-
-def _state(layout: Layout, views: Numbers) -> PartState:
-    return PartState(layout, views)
 
 
 def _raw_type(name: str) -> RawType:

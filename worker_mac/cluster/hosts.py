@@ -1,6 +1,7 @@
 """Which Macs are wired together, as a person writes it, and as `mlx.launch` is told it.
 
 hosts.json is a list like MLX's own hostfile, `[{"ssh": "127.0.0.1"}, {"ssh": "mini.local"}]`, the first being this Mac.
+It may also stand under "hosts" in an object, beside "split": "pipeline", which it is unless said, or "tensor".
 Addresses on the wire change at every reboot: they are looked up, by `probe.py`, and what the file says is only compared.
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from stoa.contracts.errors import WiredError
+from worker_mac.cluster.split import Split
 
 HERE: Final = "127.0.0.1"
 """MLX takes this name literally as this machine, and starts its rank without SSH."""
@@ -43,11 +45,10 @@ class WiredHost:
 
 def read_hosts(path: Path) -> tuple[WiredHost, ...]:
     """The Macs of a hosts.json. Raises WiredError for a file that is no such list."""
-    try:
-        found: object = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise WiredError(f"{path}: cannot be read: {error}", hint=_HINT) from error
+    found = _read(path)
     if isinstance(found, dict):
+        if odd := sorted(str(name) for name in found.keys() - {"hosts", "split"}):
+            raise WiredError(f"{path}: {odd[0]} is not a setting of a wired set", hint="known are hosts, split")
         found = found.get("hosts")
     if not isinstance(found, list) or len(found) < 2:
         raise WiredError(f"{path}: not a list of two Macs or more", hint=_HINT)
@@ -58,6 +59,22 @@ def read_hosts(path: Path) -> tuple[WiredHost, ...]:
     if len(set(others)) < len(others):
         raise WiredError(f"{path}: names a Mac twice", hint="each Mac is one entry")
     return hosts
+
+
+def read_split(path: Path) -> Split:
+    """What the set of a hosts.json shares out. Raises WiredError for something else than is known."""
+    found = _read(path)
+    split = found.get("split", "pipeline") if isinstance(found, dict) else "pipeline"
+    if split == "pipeline" or split == "tensor":
+        return split
+    raise WiredError(f"{path}: split is {split!r}", hint='"pipeline" gives each Mac some of the layers, "tensor" a share of every layer')
+
+
+def _read(path: Path) -> object:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise WiredError(f"{path}: cannot be read: {error}", hint=_HINT) from error
 
 
 def _host(path: Path, number: int, entry: object) -> WiredHost:
@@ -110,6 +127,7 @@ class Launch:
     starter: int = 0
     """The process that ends the set when it ends; 0: none."""
     starter_host: str = ""
+    split: Split = "pipeline"
 
     def line(self) -> tuple[str, ...]:
         """The command. It is started in the home folder, so that `--cwd` means the same on every Mac."""
@@ -122,6 +140,7 @@ class Launch:
             "--cwd", self.folder, "--python", self.python, "--",
             "-m", "worker_mac.cluster.rank", "--control", f"{self.control_address}:{self.port + CONTROL_OFFSET}",
             "--backend", self.backend, "--ended", str(self.ended),
+            *(("--split", self.split) if self.split != "pipeline" else ()),
             *(("--starter", str(self.starter), "--starter-host", self.starter_host) if self.starter else ()),
             *(word for flag, value in stated if value.strip("0,") for word in (flag, value)), "--", *self.worker,
         )  # fmt: skip

@@ -26,6 +26,7 @@ import structlog
 from stoa.contracts.errors import WiredError
 from worker_mac.cluster.hosts import FOLDER, PORT, PYTHON, Launch, WiredHost, choose_backend, hostfile
 from worker_mac.cluster.probe import Probe, addresses_of
+from worker_mac.cluster.split import Split
 
 _log = structlog.get_logger(__name__)
 LEAVE_SECONDS: Final = 20.0
@@ -67,6 +68,7 @@ class Supervisor:
         port: int = PORT,
         python: str = PYTHON,
         cwd: str = FOLDER,
+        split: Split = "pipeline",
     ) -> None:
         """available: backends of this MLX. say: tells a person. program: of `mlx.launch`, that beside this Python unless given."""
         self._hosts, self._probe, self._worker, self._folder = tuple(hosts), probe, tuple(worker), folder
@@ -74,6 +76,7 @@ class Supervisor:
         self._home, self._port = home or Path.home(), port
         self._program = program or str(Path(sys.executable).with_name("mlx.launch"))
         self._python, self._cwd = python, cwd
+        self._split: Split = split
         self._process: subprocess.Popen[bytes] | None = None
         self._asked = threading.Event()
         self._said = ""
@@ -130,6 +133,7 @@ class Supervisor:
             python=self._python,
             starter=os.getpid(),
             starter_host=socket.gethostname(),
+            split=self._split,
         )
 
     def _once(self) -> Outcome:

@@ -9,22 +9,25 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 import mlx.core as mx
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from stoa.contracts.errors import FormatError, GpuInterruptedError, RankLostError, StoaError, WrongStateError
+from stoa.contracts.errors import FormatError, GpuInterruptedError, LinkMismatchError, RankLostError, StoaError, WrongStateError
 from stoa.weights.layout import Layout
 from stoa.weights.pulse import Change
+from worker_mac.cluster.dealt import DealtState
 from worker_mac.cluster.orders import change_arrays, drawn_answer, read_drawn, read_fault, sampling_fields, step_order
 from worker_mac.cluster.parts import PartWeights, SpreadState
-from worker_mac.cluster.split import arrays_of, tensors_of
-from worker_mac.cluster.stage import Neighbours, StageModel, step_stage
+from worker_mac.cluster.split import Split, arrays_of, tensors_of
+from worker_mac.cluster.stage import StageModel, step_stage
+from worker_mac.cluster.tensor import Summing, TensorModel, Wire, check_shares, share_layout, together
 from worker_mac.cluster.wire import Channel, Message
 from worker_mac.decoder import Decoder, Drawn
+from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
 from worker_mac.plan import Work
 from worker_mac.sampler import NEUTRAL, Sampling
@@ -35,6 +38,7 @@ ORDER_SECONDS: Final = 120.0
 STEP_SECONDS: Final = 120.0
 _HARMLESS: Final = (FormatError, WrongStateError, GpuInterruptedError)
 """Faults after which the set goes on as it is."""
+_Answer = TypeVar("_Answer")
 
 
 class Ranks:
@@ -97,6 +101,20 @@ class Ranks:
         with self._lock:
             self.revision[rank] += 1
         self.ask(rank, Message("apply", {}, change_arrays(change))).result(ORDER_SECONDS)
+
+    def get(self, rank: int, name: str, at: int, count: int) -> "Future[NDArray[np.uint8]]":
+        """See `dealt.ElsewhereToo`."""
+        found: Future[NDArray[np.uint8]] = Future()
+
+        def give(answer: "Future[Message]") -> None:
+            fault = answer.exception()
+            if fault is None:
+                found.set_result(answer.result().arrays["data"].view(np.uint8))
+            else:
+                found.set_exception(fault)
+
+        self.ask(rank, Message("get", {"name": name, "at": at, "count": count})).add_done_callback(give)
+        return found
 
     def digests(self, rank: int, names: Sequence[str]) -> dict[str, str]:
         """See `parts.Elsewhere`."""
@@ -166,7 +184,7 @@ class Stepping:
 class SetDecoder:
     """As `decoder.Decoder`, computed by all Macs of the set. `submit` and `result` let several steps be in flight."""
 
-    def __init__(self, ranks: Ranks, model: StageModel, num_pages: int, num_slots: int) -> None:
+    def __init__(self, ranks: Ranks, model: Model, num_pages: int, num_slots: int) -> None:
         self._ranks = ranks
         self.record_routing, self.sampling = False, NEUTRAL
         self.num_pages, self.num_slots = num_pages, num_slots
@@ -175,7 +193,7 @@ class SetDecoder:
         self.cache_bytes = (self._decoder.num_cache_bytes, *(one.number("num_bytes") for one in told))
         """Of pages and slots, by rank."""
 
-    def submit(self, work: Work, uniform: NDArray[np.float32]) -> Stepping:
+    def submit(self, work: Work, uniform: NDArray[np.float32]) -> "Stepping | Agreeing":
         """Tell all Macs the plan, compute this one's layers and hand them on. Raises GpuInterruptedError, RankLostError."""
         answers = self._tell("step", work, uniform)
         self._decoder.record_routing = self.record_routing
@@ -217,32 +235,104 @@ class SetDecoder:
         ]
 
 
+@dataclass(slots=True)
+class Agreeing:
+    """A step that all Macs computed alike."""
+
+    own: Drawn
+    answers: "list[Future[Message]]"
+    ranks: Ranks
+
+    def result(self) -> Drawn:
+        """Wait for the others. Raises LinkMismatchError, and ends the set, if one of them drew something else."""
+        for rank, answer in enumerate(self.answers, 1):
+            theirs = read_drawn([answer.result(STEP_SECONDS)])
+            if not _same(self.own, theirs):
+                error = LinkMismatchError(
+                    f"Mac {rank} drew other tokens from the same sums", hint="its chip rounds otherwise: split layers instead"
+                )
+                self.ranks.lose(error)
+                raise error
+        return self.own
+
+
+class DealtDecoder(SetDecoder):
+    """As `SetDecoder`, for layers that are dealt out: all Macs compute each step together, one step at a time."""
+
+    def __init__(self, ranks: Ranks, model: TensorModel, link: Summing, num_pages: int, num_slots: int) -> None:
+        super().__init__(ranks, model, num_pages, num_slots)
+        self._link = link
+
+    def submit(self, work: Work, uniform: NDArray[np.float32]) -> Agreeing:
+        """Tell all Macs the plan and compute with them. Raises RankLostError, also where this Mac's part was interrupted."""
+        answers = self._tell("step", work, uniform)
+        self._decoder.record_routing, self._decoder.sampling = self.record_routing, self.sampling
+        return Agreeing(self._together(lambda: self._decoder.step(work, uniform)), answers, self._ranks)
+
+    def step(self, work: Work, uniform: NDArray[np.float32]) -> Drawn:
+        """One step, to its end."""
+        return self.submit(work, uniform).result()
+
+    def logits(self, work: Work) -> NDArray[np.float32]:
+        """As `Decoder.logits`."""
+        answers = self._tell("logits", work, np.zeros(len(work.sequences), np.float32))
+        found = self._together(lambda: self._decoder.logits(work))
+        for answer in answers:
+            answer.result(STEP_SECONDS)
+        return found
+
+    def _together(self, compute: Callable[[], _Answer]) -> _Answer:
+        try:
+            return together(self._link, compute)
+        except RankLostError as error:
+            self._ranks.lose(error)
+            raise
+
+
+def _same(one: Drawn, other: Drawn) -> bool:
+    if one.routes is None or other.routes is None:
+        routes = one.routes is other.routes
+    else:
+        routes = np.array_equal(one.routes, other.routes)
+    return routes and np.array_equal(one.tokens, other.tokens) and one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
 class WiredSet:
     """The weights of one run on all Macs, and the decoder over them."""
 
     def __init__(
         self,
         ranks: Ranks,
-        link: Neighbours,
+        link: Wire,
         model_config: Mapping[str, object],
         layout: Layout,
         spans: Sequence[range],
         *,
+        split: Split = "pipeline",
         plain_ops: Sequence[str] = (),
     ) -> None:
-        """spans: the layers of each Mac, this one's first."""
-        self.ranks, self.spans = ranks, tuple(spans)
+        """spans: the layers of each Mac, this one's first; with a tensor split of all Macs all layers.
+
+        Raises WiredError for layers that cannot be dealt out to so many Macs.
+        """
+        self.ranks, self.spans, self.split, self._link = ranks, tuple(spans), split, link
         self.layout, self.config = layout, read_model_config(model_config)
-        num_layers = self.config.num_layers
-        told = {"model_config": dict(model_config), "raw_dtype": layout.raw_dtype, "layout_id": layout.layout_id}
+        if split == "tensor":
+            check_shares(layout, self.config, ranks.size)
+        told = {
+            "model_config": dict(model_config), "raw_dtype": layout.raw_dtype, "layout_id": layout.layout_id,
+            "plain_ops": list(plain_ops), "split": split, "ranks": ranks.size,
+        }  # fmt: skip
         waiting = [
-            ranks.ask(rank, Message("layers", {**told, "first": span.start, "stop": span.stop, "plain_ops": list(plain_ops)}))
-            for rank, span in enumerate(spans)
-            if rank
+            ranks.ask(rank, Message("layers", {**told, "first": span.start, "stop": span.stop})) for rank, span in enumerate(spans) if rank
         ]
-        holders = [frozenset(spec.name for spec in tensors_of(layout, span, num_layers)) for span in spans]
-        self.weights = PartWeights(arrays_of(layout, spans[0], num_layers), lambda views: SpreadState(layout, views, holders, ranks))
-        self.model = StageModel(self.config, self.weights.arrays, spans[0], link, without_kernels=plain_ops)
+        self.weights = self._own_weights()
+        arrays = self.weights.arrays
+        self.model: Model = (
+            TensorModel(self.config, arrays, ranks.size, link, without_kernels=plain_ops)
+            if split == "tensor"
+            else StageModel(self.config, arrays, spans[0], link, without_kernels=plain_ops)
+        )
         answers = [one.result(ORDER_SECONDS) for one in waiting]
         self.weights_bytes = (self.weights.num_bytes, *(answer.number("num_bytes") for answer in answers))
         """By rank."""
@@ -250,9 +340,20 @@ class WiredSet:
 
     def decoder(self, num_pages: int, num_slots: int, *, record_routing: bool = False, sampling: Sampling = NEUTRAL) -> SetDecoder:
         """A decoder over new pages; the one before is of no use any more."""
-        made = SetDecoder(self.ranks, self.model, num_pages, num_slots)
+        if isinstance(self.model, TensorModel):
+            made: SetDecoder = DealtDecoder(self.ranks, self.model, self._link, num_pages, num_slots)
+        else:
+            made = SetDecoder(self.ranks, self.model, num_pages, num_slots)
         made.record_routing, made.sampling = record_routing, sampling
         return made
+
+    def _own_weights(self) -> PartWeights:
+        """This Mac's, and through their state the others'."""
+        layout, num_layers, ranks = self.layout, self.config.num_layers, self.ranks
+        if self.split == "tensor":
+            return PartWeights(share_layout(layout, ranks.size).arrays, lambda views: DealtState(layout, views, ranks.size, ranks))
+        holders = [frozenset(spec.name for spec in tensors_of(layout, span, num_layers)) for span in self.spans]
+        return PartWeights(arrays_of(layout, self.spans[0], num_layers), lambda views: SpreadState(layout, views, holders, ranks))
 
     def peaks(self) -> tuple[int, ...]:
         """The most bytes MLX has had on each Mac."""

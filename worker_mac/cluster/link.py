@@ -39,11 +39,13 @@ class Watchdog:
     @contextmanager
     def over(self, what: str) -> Iterator[None]:
         """Watch the block."""
+        outer = self._what
         self._since, self._what = time.monotonic(), what
         try:
             yield
         finally:
-            self._what = ""
+            # Progress was made: what lies around begins to count anew.
+            self._since, self._what = time.monotonic(), outer
 
     def _watch(self) -> None:
         tick = min(TICK_SECONDS, self._limit / 4)

@@ -44,6 +44,13 @@ class PartState(WeightState):
         self.verified_id = None
         view[at : at + len(data)] = np.frombuffer(data, np.uint8)
 
+    def get(self, name: str, at: int, count: int) -> NDArray[np.uint8]:
+        """`count` bytes of an array from `at` on, a view. Raises FormatError beyond its end."""
+        view = self.arrays[name].reshape(-1).view(np.uint8)
+        if at < 0 or count < 0 or at + count > len(view):
+            raise FormatError(f"{name} has {len(view)} bytes, {count} were asked for at {at}")
+        return view[at : at + count]
+
     def digests_of(self, names: Sequence[str]) -> dict[str, str]:
         """xxh3-128 of these arrays; of all that are here for none."""
         return {name: array_digest(self.arrays[name]) for name in names or self.arrays}

@@ -38,7 +38,7 @@ from worker_mac.cluster.follow import Follower
 from worker_mac.cluster.lead import Ranks, WiredSet
 from worker_mac.cluster.link import STUCK_SECONDS, RingLink, Watchdog
 from worker_mac.cluster.set_engine import SetPlayer, SetVersions, split_model
-from worker_mac.cluster.split import Strength
+from worker_mac.cluster.split import Split, Strength
 from worker_mac.cluster.wire import Channel, Message
 from worker_mac.ending import leave
 from worker_mac.guest import Guest
@@ -70,6 +70,7 @@ class Options:
     worker: tuple[str, ...]
     stuck_seconds: float = STUCK_SECONDS
     starter: int = 0
+    split: Split = "pipeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--ended", type=Path, required=True, help="file in which the first Mac says how it ended")
     parser.add_argument("--limits", default="", help="bytes each Mac may give, with commas; 0: what its system recommends")
     parser.add_argument("--bandwidths", default="", help="bytes a second of each Mac's memory, with commas; 0: measure")
+    parser.add_argument("--split", default="pipeline", choices=("pipeline", "tensor"), help="what of the model is shared out")
     parser.add_argument("--stuck-seconds", type=float, default=STUCK_SECONDS)
     parser.add_argument("--starter", type=int, default=0, help="process that started the set")
     parser.add_argument("--starter-host", default="", help="name of the machine it runs on")
@@ -96,7 +98,7 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     address, _, port = str(found.control).rpartition(":")
     return Options(
         (address, int(port)), found.backend, found.ended, _numbers(found.limits), _numbers(found.bandwidths), tuple(found.worker),
-        found.stuck_seconds, found.starter if found.starter_host == socket.gethostname() else 0,
+        found.stuck_seconds, found.starter if found.starter_host == socket.gethostname() else 0, found.split,
     )  # fmt: skip
 
 
@@ -193,12 +195,13 @@ def measured_bandwidth() -> float:
 def _hello(options: Options, secret: str, rank: int) -> Message:
     own = own_strength(options, rank)
     said = {"secret": secret, "rank": rank, "limit": own.limit_bytes or 0, "bandwidth": int(own.bandwidth)}
-    return Message("hello", said | _program())
+    return Message("hello", said | _program(options.split))
 
 
-def _program() -> dict[str, object]:
-    """What must be the same on all Macs."""
-    return {"mlx": metadata.version("mlx"), "stoa": project_version(), "machine": platform.machine()}
+def _program(split: Split) -> dict[str, object]:
+    """What must be the same on all Macs. Those that compute the same hidden states must round alike."""
+    same: dict[str, object] = {"mlx": metadata.version("mlx"), "stoa": project_version(), "machine": platform.machine(), "split": split}
+    return same | ({"chip": str(mx.device_info().get("architecture", ""))} if split == "tensor" else {})
 
 
 def _call_in(options: Options, secret: str, rank: int) -> Channel:
@@ -251,19 +254,18 @@ def await_others(options: Options, secret: str, size: int) -> tuple[list[Channel
                 _log.warning("stranger_refused", peer=channel.peer)
                 channel.close()
                 continue
-            _check_program(rank, hello)
+            _check_program(rank, hello, options.split)
             channels[rank] = channel
             found[rank] = Strength(hello.number("limit") or None, float(hello.number("bandwidth")))
     ranks = range(1, size)
     return [channels[rank] for rank in ranks], [own_strength(options, 0), *(found[rank] for rank in ranks)]
 
 
-def _check_program(rank: int, hello: Message) -> None:
-    for name, ours in _program().items():
+def _check_program(rank: int, hello: Message, split: Split) -> None:
+    for name, ours in _program(split).items():
         if hello.text(name) != ours:
-            raise WiredError(
-                f"Mac {rank} of the set has {name} {hello.text(name)}, this one {ours}", hint="install the same version on every Mac"
-            )
+            hint = "unlike chips round otherwise: split layers instead" if name == "chip" else "install the same version on every Mac"
+            raise WiredError(f"Mac {rank} of the set has {name} {hello.text(name)}, this one {ours}", hint=hint)
 
 
 def _lead(options: Options, secret: str, link: RingLink) -> int:
@@ -286,7 +288,7 @@ def _lead(options: Options, secret: str, link: RingLink) -> int:
     ranks = Ranks(channels, on_lost)
     from worker_mac import worker  # noqa: PLC0415 - what only the first Mac needs
 
-    code = worker.main(options.worker, make_engine=partial(make_engine, ranks, link, macs), anew=anew)
+    code = worker.main(options.worker, make_engine=partial(make_engine, ranks, link, macs, options.split), anew=anew)
     ranks.close()
     _tell(options.ended, Ended(code))
     return code
@@ -296,6 +298,7 @@ def make_engine(
     ranks: Ranks,
     link: RingLink,
     macs: Sequence[Strength],
+    split: Split,
     store: Store,
     document: RunDocument,
     environment: Environment,
@@ -315,9 +318,10 @@ def make_engine(
     model_config = json.loads((model_folder / "config.json").read_text("utf-8"))
     layout = layout_of(model_config, document.config.learning.dtype)
     config = read_model_config(model_config)
-    spans = split_model(config, layout, macs, environment.limits.max_episode_tokens)
-    wired = WiredSet(ranks, link, model_config, layout, spans, plain_ops=guest.allowed.plain_ops)
-    _log.info("set_wired", layers=[[span.start, span.stop] for span in spans], bytes=wired.weights_bytes, macs=len(macs))
+    spans = split_model(config, layout, macs, environment.limits.max_episode_tokens, split)
+    wired = WiredSet(ranks, link, model_config, layout, spans, split=split, plain_ops=guest.allowed.plain_ops)
+    layers = [[span.start, span.stop] for span in spans]
+    _log.info("set_wired", split=split, layers=layers, bytes=wired.weights_bytes, macs=len(macs))
     return MacEngine(
         store, document, environment, model_folder=model_folder, guest=guest, fingerprint=fingerprint or require(verdict),
         make_versions=partial(SetVersions, wired), make_player=partial(SetPlayer, wired, macs), **options,

@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 from metal.sizes import ATTENTION_BYTES, PAGE_TOKENS
+from stoa.contracts.errors import WiredError
 from stoa.weights.layout import Layout
 from worker_mac.cluster.lanes import NUM_LANES, Lane, Lanes
 from worker_mac.cluster.lead import SetDecoder, WiredSet
-from worker_mac.cluster.split import Strength, layer_bytes, num_bytes_of, split_layers
+from worker_mac.cluster.split import Split, Strength, layer_bytes, num_bytes_of, split_layers
+from worker_mac.cluster.tensor import check_shares, share_layout
 from worker_mac.forced import check_batching
 from worker_mac.memory import CACHE_BYTES, MARGIN_BYTES, MemoryPlan, ModelBytes, Play, model_bytes, plan_memory
 from worker_mac.model import Model
@@ -31,8 +33,13 @@ SPARE_BYTES: Final = ATTENTION_BYTES + CACHE_BYTES + MARGIN_BYTES
 """What a step takes on each Mac whatever its layers are."""
 
 
-def split_model(config: ModelConfig, layout: Layout, macs: Sequence[Strength], longest_tokens: int) -> list[range]:
-    """Which layers go where, by memory and bandwidth. Raises WiredError if no split fits."""
+def split_model(
+    config: ModelConfig, layout: Layout, macs: Sequence[Strength], longest_tokens: int, split: Split = "pipeline"
+) -> list[range]:
+    """Which layers go where, by memory and bandwidth; with a tensor split all go everywhere. Raises WiredError if no split fits."""
+    if split == "tensor":
+        _check_room(config, layout, macs, longest_tokens)
+        return [range(config.num_layers)] * len(macs)
     weights, end = layer_bytes(layout, config.num_layers)
     item = 4 if layout.raw_dtype == "float32" else 2
     pools = []
@@ -42,16 +49,30 @@ def split_model(config: ModelConfig, layout: Layout, macs: Sequence[Strength], l
     return split_layers(weights, pools, end, SPARE_BYTES, macs)
 
 
-def bytes_of(config: ModelConfig, layout: Layout, layers: range, item_bytes: int) -> ModelBytes:
-    """As `model_bytes`, of the Mac with these layers."""
+def _check_room(config: ModelConfig, layout: Layout, macs: Sequence[Strength], longest_tokens: int) -> None:
+    """Raises WiredError unless an equal share of every layer fits each Mac."""
+    check_shares(layout, config, len(macs))
+    part = bytes_of(config, layout, range(config.num_layers), 4 if layout.raw_dtype == "float32" else 2, len(macs))
+    need = part.weights_bytes + Play(1, longest_tokens).least_pages * part.page_bytes + 3 * part.slot_bytes + SPARE_BYTES
+    for number, mac in enumerate(macs):
+        if mac.limit_bytes is not None and need > mac.limit_bytes:
+            raise WiredError(
+                f"a share of every layer takes {need} bytes with the least of pages, Mac {number} may give {mac.limit_bytes}",
+                hint='wire more Macs, raise memory_fraction, or leave "split" out of hosts.json: a small Mac takes fewer layers',
+            )
+
+
+def bytes_of(config: ModelConfig, layout: Layout, layers: range, item_bytes: int, ranks: int = 1) -> ModelBytes:
+    """As `model_bytes`, of the Mac with these layers, or with a share of them that is dealt out to `ranks` Macs."""
     whole = model_bytes(config, layout, item_bytes=item_bytes, activation_bytes=item_bytes)
     attention = sum(layer in layers for layer in config.attention_layers)
     conv = len(layers) - attention
+    held = sum(array.num_bytes for array in share_layout(layout, ranks).arrays)
     slot_bytes = conv * (config.conv_kernel - 1) * config.hidden_size * item_bytes
     return replace(
         whole,
-        weights_bytes=num_bytes_of(layout, layers, config.num_layers),
-        page_bytes=max(1, 2 * attention * whole.page_elements * item_bytes),
+        weights_bytes=held if ranks > 1 else num_bytes_of(layout, layers, config.num_layers),
+        page_bytes=max(1, 2 * attention * whole.page_elements * item_bytes // ranks),
         slot_bytes=slot_bytes,
         row_bytes=whole.row_bytes if layers.stop == config.num_layers else 0,
     )
@@ -78,7 +99,8 @@ class SetPlayer(Player):
     def __init__(self, wired: WiredSet, macs: Sequence[Strength], *arguments: Any, **options: Any) -> None:
         self._set, self._macs = wired, macs
         item = 4 if wired.layout.raw_dtype == "float32" else 2
-        self._bytes = [bytes_of(wired.config, wired.layout, span, item) for span in wired.spans]
+        ranks = len(wired.spans) if wired.split == "tensor" else 1
+        self._bytes = [bytes_of(wired.config, wired.layout, span, item, ranks) for span in wired.spans]
         self._made: SetDecoder | None = None
         super().__init__(*arguments, **options)
 
@@ -126,7 +148,7 @@ class SetPlayer(Player):
                 done[number] = num_done, num_tokens
                 on_step(sum(one for one, _ in done), sum(tokens for _, tokens in done))
 
-            sweep = Sweep(lane, schedule, self._environment, halves[number], on_group, pace=self._pace)
+            sweep = Sweep(lane, schedule, self._environment, halves[number], on_group, pace=self._pace, apart=lane.apart)
             return lambda: sweep.play(should_stop, on_own_step, lambda: self._rows_allowed(rows))
 
         first_slot = 0
@@ -137,7 +159,12 @@ class SetPlayer(Player):
         return joined(lanes.run(plays))
 
     def _halves(self, castings: Sequence[Casting], plan: MemoryPlan) -> list[list[Casting]]:
-        """Castings dealt out, a group to one half; one half where there is one group or no room for two pools."""
+        """Castings dealt out, a group to one half; one half where there is one group or no room for two pools.
+
+        Layers that are dealt out keep all Macs busy with one.
+        """
+        if self._set.split == "tensor":
+            return [list(castings)]
         groups = list(dict.fromkeys(casting.group for casting in castings))
         least = 1 + (plan.num_pages - 1) // NUM_LANES
         if plan.max_rows < NUM_LANES or len(castings) < NUM_LANES or least < self._play_of("").least_pages:

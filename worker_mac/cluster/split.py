@@ -6,10 +6,13 @@ Mac's bandwidth, within each Mac's memory. The tied embedding stands at both end
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from stoa.contracts.errors import WiredError
 from stoa.weights.layout import ArraySpec, Layout, TensorSpec
 
+Split = Literal["pipeline", "tensor"]
+"""What is shared out: runs of layers, or rows and columns of every layer."""
 _LAYERS = "model.layers."
 _EMBEDDING = "model.embed_tokens."
 _HEAD_NORM = "model.embedding_norm."

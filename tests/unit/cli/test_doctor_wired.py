@@ -13,7 +13,7 @@ from cli.doctor.finding import Finding
 from cli.doctor.open import scene_of
 from stoa.config.load import load_run
 from tests.unit.worker_mac.test_wired_hosts import IFCONFIG, OTHER, PORTS, UNPLUGGED
-from worker_mac.cluster.hosts import CONTROL_OFFSET, PORT, WiredHost, read_hosts
+from worker_mac.cluster.hosts import CONTROL_OFFSET, PORT, WiredHost, read_hosts, read_split
 from worker_mac.cluster.install import ours
 from worker_mac.cluster.launch import MAX_STARTS
 from worker_mac.cluster.link import STUCK_SECONDS
@@ -149,6 +149,18 @@ def test_a_model_that_does_not_fit_is_told_before_anything_starts(tmp_path: Path
     assert found.verdict == "fail" and "do not fit these 2 Macs" in found.found and "wire one more" in found.fix
 
 
+def test_what_of_each_layer_goes_where_is_told_of_a_tensor_split(tmp_path: Path) -> None:
+    scene, macs = scene_of(load_run(None), "mac", tmp_path), [Strength(None, 1.0)] * 2
+    found = wired.check_split(scene, macs, (WiredHost("127.0.0.1"), MINI), "tensor")
+    # The demo's policy has blocks too narrow for shares of whole groups.
+    assert found.verdict == "fail" and "cannot be dealt out to 2 Macs" in found.found and 'leave "split" out' in found.fix
+    config = dict(scene.model_config or {}) | {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wide = scene_of(load_run(None).model_copy(update={"model": str(tmp_path)}), "mac", tmp_path)
+    found = wired.check_split(wide, macs, (WiredHost("127.0.0.1"), MINI), "tensor")
+    assert found.verdict == "pass" and "of each 1/2 on every Mac" in found.found and "convolutions and embedding on all" in found.found
+
+
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "wired-macs.md"
 
 
@@ -159,6 +171,10 @@ def test_what_the_guide_shows_is_read(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
     path.write_text(shown[1])
     assert [host.ssh for host in read_hosts(path)] == ["127.0.0.1", "ann@mini.local"]
+    split = re.search(r"```json\n(\{.*?)```", text, re.DOTALL)
+    assert split
+    path.write_text(split[1])
+    assert read_split(path) == "tensor" and len(read_hosts(path)) == 2
     flags = {name for command in (join, doctor) for name in signature(command).parameters}
     assert set(re.findall(r"stoa \w+ .*?--(\w+)", text)) == {"hosts"} <= flags
     assert f"port {PORT} " in text and f"orders on {PORT + CONTROL_OFFSET}," in text

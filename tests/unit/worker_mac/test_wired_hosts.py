@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stoa.contracts.errors import WiredError
-from worker_mac.cluster.hosts import Launch, WiredHost, choose_backend, hostfile, read_hosts
+from worker_mac.cluster.hosts import Launch, WiredHost, choose_backend, hostfile, read_hosts, read_split
 from worker_mac.cluster.probe import Said, addresses_of, read_wire
 from worker_mac.cluster.split import Strength, split_layers
 
@@ -80,6 +80,21 @@ def test_hosts_are_read_as_mlx_writes_them(tmp_path: Path) -> None:
 def test_a_hosts_file_that_cannot_be_used_says_why(tmp_path: Path, rows: object, words: str) -> None:
     with pytest.raises(WiredError, match=words):
         read_hosts(written(tmp_path, rows))
+
+
+def test_what_is_shared_out_stands_in_the_file_and_in_the_line(tmp_path: Path) -> None:
+    rows = [{"ssh": "127.0.0.1"}, {"ssh": "mini.local"}]
+    assert read_split(written(tmp_path, rows)) == read_split(written(tmp_path, {"hosts": rows})) == "pipeline"
+    path = written(tmp_path, {"hosts": rows, "split": "tensor"})
+    assert read_split(path) == "tensor" and len(read_hosts(path)) == 2
+    launch = Launch("mlx.launch", path, read_hosts(path), "169.254.33.7", Path("/e"), (), split=read_split(path))
+    assert " --split tensor " in launch.text() and "--split" not in Launch("mlx.launch", path, read_hosts(path), "x", Path("/e"), ()).text()
+    path = written(tmp_path, {"hosts": rows, "split": "layers"})
+    with pytest.raises(WiredError, match="split is 'layers'"):
+        read_split(path)
+    path = written(tmp_path, {"hosts": rows, "splt": "tensor"})
+    with pytest.raises(WiredError, match="splt is not a setting"):
+        read_hosts(path)
 
 
 def test_addresses_are_those_of_the_bridge_now_whatever_the_file_says() -> None:

@@ -85,6 +85,6 @@ def test_a_share_holds_its_part_of_the_weights_and_convolutions_whole() -> None:
 
 def test_heads_that_cannot_be_dealt_out_are_refused() -> None:
     with pytest.raises(WiredError, match="4 query and 2 key heads cannot be dealt out to 4"):
-        check_shares(random_state(TINY), read_model_config(TINY), 4)
+        check_shares(random_state(TINY).layout, read_model_config(TINY), 4)
     with pytest.raises(WiredError, match="columns cannot be dealt out to 2"):
-        check_shares(random_state(TINY), read_model_config(TINY), 2)
+        check_shares(random_state(TINY).layout, read_model_config(TINY), 2)

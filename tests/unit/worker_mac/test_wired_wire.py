@@ -123,9 +123,14 @@ def test_strangers_are_refused_and_a_mac_with_another_program_is_named(tmp_path:
         ranks.await_others(asked, "secret", 2)
     with socket.create_server(asked.control), pytest.raises(WiredError, match=r"cannot listen at .* \(error: \d+\)"):
         ranks.await_others(asked, "secret", 2)
-    other = Message("hello", ranks._program() | {"mlx": "0.1"})
+    other = Message("hello", ranks._program("pipeline") | {"mlx": "0.1"})
     with pytest.raises(WiredError, match=r"Mac 1 of the set has mlx 0\.1"):
-        ranks._check_program(1, other)
+        ranks._check_program(1, other, "pipeline")
+    # Macs that compute the same hidden states must round alike.
+    unlike = Message("hello", ranks._program("tensor") | {"chip": "applegpu_g15"})
+    with pytest.raises(WiredError, match=r"Mac 1 of the set has chip applegpu_g15"):
+        ranks._check_program(1, unlike, "tensor")
+    ranks._check_program(1, Message("hello", ranks._program("tensor")), "tensor")
 
 
 class Interrupting:

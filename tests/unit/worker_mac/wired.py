@@ -1,13 +1,13 @@
 """A wired set inside one process for tests: followers on threads, connections over socket pairs, hidden states in queues.
 
-Everything but the collectives themselves is the real thing; those are played by `queue.Queue`s.
+Everything but the collectives themselves is the real thing; those are played by `queue.Queue`s and a barrier.
 """
 
 import queue
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import mlx.core as mx
 import numpy as np
@@ -19,17 +19,41 @@ from worker_mac.cluster.lead import Ranks, WiredSet
 from worker_mac.cluster.wire import Channel
 
 
+class Sums:
+    """Sums over threads, in the order of ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier, self.parts = threading.Barrier(ranks, timeout=30), {}
+
+    def total(self, rank: int, x: mx.array) -> mx.array:
+        self.parts[rank] = np.array(x)
+        self.barrier.wait()
+        total = sum(self.parts[one] for one in sorted(self.parts))
+        self.barrier.wait()
+        return mx.array(total)
+
+
 class QueueLink:
     """One place of a ring of queues. Arrays cross as numpy, bit for bit."""
 
-    def __init__(self, before: queue.Queue, after: queue.Queue) -> None:
-        self._before, self._after = before, after
+    def __init__(self, before: queue.Queue, after: queue.Queue, rank: int = 0, sums: Sums | None = None) -> None:
+        self._before, self._after, self._rank, self._sums = before, after, rank, sums
         self.bytes_sent = 0
 
     def send(self, x: mx.array) -> None:
         self._after.put(np.array(x.view(mx.uint8)))
         self._after.put((x.shape, x.dtype))
         self.bytes_sent += x.nbytes
+
+    def agree(self, shape: tuple[int, ...], dtype: mx.Dtype, num_sums: int) -> None:
+        """Told by the real link's test."""
+
+    def total(self, x: mx.array) -> mx.array:
+        self.bytes_sent += x.nbytes
+        return self._sums.total(self._rank, x)
+
+    def watched(self, what: str) -> nullcontext:
+        return nullcontext()
 
     def abort(self) -> None:
         self._after.put(None)
@@ -50,18 +74,18 @@ def wired_set(config: Mapping[str, object], state: WeightState | None, spans: li
     from stoa.weights.layout import layout_of
 
     lost: list[StoaError] = []
-    queues = [queue.Queue() for _ in spans]
+    queues, sums = [queue.Queue() for _ in spans], Sums(len(spans))
     threads, channels = [], []
     for rank in range(1, len(spans)):
         here, there = socket.socketpair()
         channels.append(Channel(here, f"Mac {rank}"))
-        follower = Follower(Channel(there, "the first Mac"), QueueLink(queues[rank - 1], queues[rank]))
+        follower = Follower(Channel(there, "the first Mac"), QueueLink(queues[rank - 1], queues[rank], rank, sums))
         threads.append(threading.Thread(target=follower.run, daemon=True))
         threads[-1].start()
     ranks = Ranks(channels, lost.append)
     layout = state.layout if state is not None else layout_of(config, "float32")
     try:
-        wired = WiredSet(ranks, QueueLink(queues[-1], queues[0]), config, layout, spans, **options)
+        wired = WiredSet(ranks, QueueLink(queues[-1], queues[0], 0, sums), config, layout, spans, **options)
         if state is not None:
             fill(wired, state)
         yield wired
