@@ -24,7 +24,8 @@ from stoa.bucket.store import Store
 from stoa.learning.advantages import group_advantages
 from stoa.rollouts.records import Group
 from stoa.weights.layout import Layout, layout_of
-from trainer_gpu.checkpoint import Part, read_tensors, restore_rng, save_parts
+from trainer_gpu import rng as chance
+from trainer_gpu.checkpoint import Part, read_tensors, save_parts
 from trainer_gpu.engine import TrainerEngine
 from trainer_gpu.metrics import Tokens, group_metrics, token_metrics
 from trainer_gpu.policy import Policy
@@ -61,7 +62,11 @@ class FakePolicy:
     def restore_parts(self, store: Store, parts: Sequence[Part], rng: str, *, on_part: Callable[[str], None] = lambda name: None) -> None:
         """Take a saved state."""
         self._masters = dict(read_tensors(store, tuple(parts), on_part=on_part))
-        restore_rng(rng)
+        chance.restore(rng, 0)
+
+    def capture_rng(self) -> str:
+        """States of the generators."""
+        return chance.as_text([chance.capture()])
 
     def save_parts(
         self, store: Store, run: str, epoch: int, step: int, *, part_bytes: int, on_part: Callable[[str], None] = lambda name: None

@@ -6,8 +6,6 @@ checked before its bytes are decoded, and nothing is unpickled. A repeated save 
 The manifest is `Document` as signed canonical JSON; its key ends in `manifest.json`.
 """
 
-import base64
-import binascii
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -53,6 +51,7 @@ class Facts:
     grants_open: tuple[tuple[str, int], ...] = ()
     """(host, sweep) of grants with groups still to come."""
     rng: str = ""
+    """States of the random generators of every rank; see `rng.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +87,6 @@ class Saved:
 
     key: str
     num_bytes: int
-
-
-def capture_rng() -> str:
-    """State of torch's CPU generator, base64."""
-    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode("ascii")
-
-
-def restore_rng(text: str) -> None:
-    """Undo `capture_rng`. Raises CheckpointError if `text` is not a state."""
-    try:
-        state = bytearray(base64.b64decode(text, validate=True))
-        torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
-    except (binascii.Error, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the checkpoint's generator state is unusable: {error}") from error
 
 
 def save_parts(

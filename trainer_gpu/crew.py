@@ -81,6 +81,11 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class TellRng:
+    """Tell rank 0 the states of this rank's random generators."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Nothing to do; rank 0 is there."""
 
@@ -90,7 +95,7 @@ class End:
     """There will be no other command."""
 
 
-Command = Build | LoadBase | Restore | Train | SendWire | Save | Tick | End
+Command = Build | LoadBase | Restore | Train | SendWire | Save | TellRng | Tick | End
 Lead = Callable[[Command], AbstractContextManager[None]]
 """Tells the other ranks a command; the work of rank 0 stands inside the block."""
 

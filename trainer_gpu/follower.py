@@ -14,7 +14,7 @@ from stoa.bucket.store import Store
 from stoa.config.load import bucket_credentials
 from stoa.contracts.errors import LostStateError
 from trainer_gpu import host
-from trainer_gpu.crew import AGREED, Build, Command, End, Line, LoadBase, Restore, Save, SendWire, Tick, Train
+from trainer_gpu.crew import AGREED, Build, Command, End, Line, LoadBase, Restore, Save, SendWire, TellRng, Tick, Train
 from trainer_gpu.hub import check_weight_files, locate_model
 from trainer_gpu.policy import Policy
 from trainer_gpu.run_handle import PATIENCE_SECONDS, check_model_files
@@ -64,6 +64,8 @@ class Follower:
                     pass
             case Save(epoch, step, part_bytes):
                 self._policy.save_parts(self._store, self._run, epoch, step, part_bytes=part_bytes)
+            case TellRng():
+                self._policy.capture_rng()
             case Tick() | End():
                 pass
             case _:

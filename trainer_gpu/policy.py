@@ -17,10 +17,10 @@ from stoa.config.run import Learning
 from stoa.contracts.errors import BucketError, CheckpointError, LayoutError, ServiceError, StoaError
 from stoa.rollouts.records import Group
 from stoa.weights.layout import Layout, layout_of
-from trainer_gpu import host, layout
-from trainer_gpu.checkpoint import Part, read_tensors, restore_rng, save_parts
+from trainer_gpu import host, layout, rng
+from trainer_gpu.checkpoint import Part, read_tensors, save_parts
 from trainer_gpu.convert import load_hub, mlx_tensors
-from trainer_gpu.crew import Lead, LoadBase, Restore, Save, SendWire, Train, agree, alone
+from trainer_gpu.crew import Lead, LoadBase, Restore, Save, SendWire, TellRng, Train, agree, alone
 from trainer_gpu.model import Lfm2Config, build_model, read_model_config
 from trainer_gpu.parallel import Trainable, build_optimizer
 from trainer_gpu.step import StepOutcome, optimizer_step
@@ -74,13 +74,15 @@ class Policy:
             self.trainable.forget()
             self._at_base = True
 
-    def restore_parts(self, store: Store, parts: Sequence[Part], rng: str, *, on_part: Callable[[str], None] = lambda name: None) -> None:
-        """Take a checkpoint's state on every rank, each from the parts that hold something of its own.
+    def restore_parts(
+        self, store: Store, parts: Sequence[Part], chance: str, *, on_part: Callable[[str], None] = lambda name: None
+    ) -> None:
+        """Take a checkpoint's state on every rank, each from the parts that hold something of its own; `chance`: `Facts.rng`.
 
         Raises CheckpointError: it is another architecture's, and nothing has changed; or a part cannot be used, and the
         policy is half filled: it must be restored or brought back to base. ServiceUnavailableError: the same.
         """
-        with self._lead(Restore(tuple(parts), rng)):
+        with self._lead(Restore(tuple(parts), chance)):
             state = self.trainable.state
             fault: StoaError | None = None
             try:
@@ -88,7 +90,7 @@ class Policy:
                 self._at_base = False
                 mine = tuple(part for part in parts if any(state.wants(name) for name in part.tensors))
                 state.load(read_tensors(store, mine, on_part=on_part))
-                restore_rng(rng)
+                rng.restore(chance, host.rank())
             except (CheckpointError, ServiceError) as error:
                 fault = error
             agree(fault)
@@ -97,6 +99,11 @@ class Policy:
     def state(self) -> Mapping[str, torch.Tensor]:
         """Everything a later process needs to go on bit for bit, as far as this rank holds it; views where possible."""
         return self.trainable.state.tensors()
+
+    def capture_rng(self) -> str:
+        """States of the random generators of every rank, for `Facts.rng`; on rank 0."""
+        with self._lead(TellRng()):
+            return rng.as_text(host.collect(rng.capture()))
 
     def save_parts(
         self, store: Store, run: str, epoch: int, step: int, *, part_bytes: int, on_part: Callable[[str], None] = lambda name: None

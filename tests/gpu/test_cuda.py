@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from transformers import Lfm2MoeForCausalLM
 
 from stoa.config.run import Learning
@@ -22,7 +23,7 @@ from tests.unit.trainer_gpu import checkpoints
 from tests.unit.trainer_gpu.checkpoints import SEQ_LENS
 from tests.unit.trainer_gpu.player import POLICY, group_of, play, search
 from tests.unit.trainer_gpu.test_policy import layout_id
-from trainer_gpu import host
+from trainer_gpu import host, rng
 from trainer_gpu.adam import Adam
 from trainer_gpu.experts import GroupedExperts
 from trainer_gpu.head import token_logprobs
@@ -262,3 +263,21 @@ def test_played_groups_carry_logprobs_of_the_weights_they_were_played_with(moe_f
     group = group_of(played[0], run="r", host="mac", sweep=0, group=0, version=0, state_id="s")
     outcome = policy.train([replace(group)], version=0, step=1, planned_sequences=8, on_row=lambda row: None)
     assert outcome.metrics["mismatch_max"] < 1e-3
+
+
+def test_generators_of_the_device_and_of_megatron_come_back_with_the_others(moe_folder: Path) -> None:
+    """Megatron's trackers are seeded with the process's layout; what they fork draws from the device."""
+    checkpoints.load(moe_folder)
+    (name, *_) = get_cuda_rng_tracker().get_states()
+
+    def draw() -> list[object]:
+        with get_cuda_rng_tracker().fork(name):
+            forked = torch.rand(2, device="cuda").tolist()
+        return [forked, torch.rand(2, device="cuda").tolist(), torch.rand(2).tolist()]
+
+    draw()
+    text = rng.as_text([rng.capture()])
+    drawn = draw()
+    assert draw() != drawn
+    rng.restore(text, 0)
+    assert draw() == drawn

@@ -12,11 +12,9 @@ from stoa.contracts.errors import CheckpointError, ObjectExistsError
 from trainer_gpu.checkpoint import (
     Facts,
     Identity,
-    capture_rng,
     prune_checkpoints,
     read_document,
     read_tensors,
-    restore_rng,
     save_checkpoint,
     save_parts,
 )
@@ -116,12 +114,3 @@ def test_stranger_among_the_checkpoints_stays_and_stops_nothing(store: Store, si
     saved = [save(store, signer, tensors, replace(FACTS, step=step)) for step in (4, 8, 12)]
     assert prune_checkpoints(store, "test", epoch=1001, keep=2, named=saved[2]) == 1
     assert store.exists(stray)
-
-
-def test_generator_state_comes_back() -> None:
-    text = capture_rng()
-    drawn = torch.rand(3)
-    restore_rng(text)
-    assert torch.equal(torch.rand(3), drawn)
-    with pytest.raises(CheckpointError):
-        restore_rng("not a state")

@@ -10,7 +10,7 @@ from stoa.contracts.errors import CheckpointError, LayoutError
 from stoa.weights.layout import layout_of
 from tests.servers import CREDENTIALS
 from tests.unit.trainer_gpu.player import POLICY
-from trainer_gpu.checkpoint import Part, capture_rng
+from trainer_gpu.checkpoint import Part
 from trainer_gpu.model import read_model_config
 from trainer_gpu.policy import Policy
 from trainer_gpu.publish import host_tensors
@@ -63,7 +63,7 @@ def test_state_of_another_architecture_changes_nothing() -> None:
     before = {name: tensor.clone() for name, tensor in made.state().items()}
     part = Part("part-0000.safetensors", "nowhere", "", 0, tuple(before)[1:])
     with pytest.raises(CheckpointError, match="lacks 1 tensors"):
-        made.restore_parts(Store(Bucket(), CREDENTIALS), [part], capture_rng())
+        made.restore_parts(Store(Bucket(), CREDENTIALS), [part], made.capture_rng())
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.state().items())
 
 

@@ -140,6 +140,7 @@ def test_two_ranks_train_save_restore_and_publish_as_one(
     document = document_of(ranked, policy, head.checkpoint_key)
     names = [name for part in document.parts for name in part.tensors]
     assert len(names) == len(set(names))
+    assert len(json.loads(document.facts.rng)) == 2, "each rank's generators"
     held = [sum(p.num_bytes for p in document.parts if p.name.startswith("rank-0001") == bool(rank)) for rank in (0, 1)]
     assert max(held) < 0.6 * sum(held), "each rank writes its half of the optimizer's state"
     after = policy.state()
