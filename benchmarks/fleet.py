@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.fleet_figures import away_share, control_cost, extrapolated, prediction_errors, shares, trained
-from benchmarks.fleet_forecast import Cast, Facts, forecast
+from benchmarks.fleet_forecast import Cast, Facts, forecast, macs_to_saturate
 from benchmarks.fleet_measure import Observer, Snapshot, run_state_bytes
 from benchmarks.fleet_plant import RUN, Plant, scratch
 from benchmarks.fleet_play import Play
@@ -289,7 +289,8 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
     hungry = trained(window_steps(record_of(plant), hungry_from, hungry_to), max(1.0, hungry_to - hungry_from))
     cost = control_cost(before, after, macs["sweeps"], run.hosts)
     rules = rules_of(plant.config, options.flat_fraction)
-    predicted = [forecast(cast_of(run.members, rules), replace(facts, step_seconds=pace)) for pace in (balanced_pace, hungry_pace)]
+    cast = cast_of(run.members, rules)
+    predicted = [forecast(cast, replace(facts, step_seconds=pace)) for pace in (balanced_pace, hungry_pace)]
     return {
         "macs": options.macs,
         **{name: cost[name] for name in SHOWN},
@@ -299,7 +300,7 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
         "discarded_fraction": steady["discarded_fraction"],
         "trainer_idle_share": hungry["trainer_idle_share"],
         "trainer_idle_share_balanced": steady["trainer_idle_share"],
-        "macs_to_saturate": predicted[0]["macs_to_saturate"],
+        "macs_to_saturate": macs_to_saturate(cast, replace(facts, step_seconds=balanced_pace)),
         "grant_wait_share": macs["grant_wait_share"],
         "mac_idle_share": macs["mac_idle_share"],
         "mac_away_share": round(away_share(plant.folder / "logs" / "swarm.log", before.at, after.at, options.macs), 4),

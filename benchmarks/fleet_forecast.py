@@ -39,10 +39,9 @@ class Cast:
     rules: Rules
 
 
-def forecast(cast: Cast, facts: Facts) -> dict[str, Any]:
+def forecast(cast: Cast, facts: Facts, hours: float = HOURS, seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
     """What a run of this fleet should measure, the mean of a few seeds."""
-    fleet = _fleet(cast, facts)
-    outcomes = simulate(fleet, HOURS * 3600.0, SEEDS)
+    outcomes = simulate(_fleet(cast, facts), hours * 3600.0, seeds)
     ages = [age for one in outcomes for age in one.staleness]
     total = sum(sum(one.staleness.values()) for one in outcomes)
     return {
@@ -59,7 +58,6 @@ def forecast(cast: Cast, facts: Facts) -> dict[str, Any]:
         "groups_trained_per_hour": round(_mean(outcomes, lambda one: one.per_hour(one.groups_trained)), 1),
         "bytes_up_per_hour": round(_mean(outcomes, lambda one: one.per_hour(one.bytes_up))),
         "bytes_down_per_hour": round(_mean(outcomes, lambda one: one.per_hour(one.bytes_down))),
-        "macs_to_saturate": _saturating(fleet, len(cast.macs)),
     }
 
 
@@ -76,8 +74,9 @@ def _fleet(cast: Cast, facts: Facts) -> Fleet:
     )
 
 
-def _saturating(fleet: Fleet, num: int) -> int:
+def macs_to_saturate(cast: Cast, facts: Facts) -> int:
     """Fewest of these Macs, then of Macs like them, that keep the trainer busy; 0 if three times as many do not."""
+    fleet, num = _fleet(cast, facts), len(cast.macs)
     macs = fleet.macs * 3
     low, high = 0, len(macs)
     if _idle(replace(fleet, macs=macs)) > BUSY_SHARE:

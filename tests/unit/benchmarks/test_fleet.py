@@ -45,7 +45,15 @@ def snapshots() -> tuple[Snapshot, Snapshot]:
         {run: History("r", 160, 1900), one: History("1", 120, 1900), two: History("2b", 30, 300)},
         {
             "a": session(
-                "a", num_sweeps=15, num_groups=40, idle_seconds=20.0, decode_seconds=150.0, pull_seconds=30.0, waits={"room": 4.0}
+                "a",
+                num_sweeps=15,
+                num_groups=40,
+                idle_seconds=20.0,
+                decode_seconds=150.0,
+                pull_seconds=30.0,
+                waits={"room": 4.0, "turn": 1.0, "version": 3.0},
+                bytes_up=5000,
+                bytes_down=700,
             ),
             "b": session("b", num_sweeps=4),
         },
@@ -72,7 +80,9 @@ def test_shares_are_of_all_time_that_sessions_counted() -> None:
     found = shares(*snapshots())
     assert (found["sweeps"], found["groups"]) == (14, 40)
     assert found["mac_idle_share"] == 0.1  # 10 of 10 + 60 + 30
-    assert found["waits"] == {"room": 0.04}
+    assert found["waits"] == {"room": 0.04, "turn": 0.01, "version": 0.03}
+    assert found["grant_wait_share"] == 0.05  # not what it waited for a version
+    assert (found["bytes_up_per_hour"], found["bytes_down_per_hour"]) == (50_000, 7000)  # in six minutes
 
 
 def test_trained_counts_ages_drops_and_waits() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.fleet_measure import admission
 from stoa.bucket.keys import GroupKey
 from stoa.learning.ledger import AdmissionRule, Decision, GrantRecord, Ledger, QuestionOrder
 from tests.unit.learning.reference_ledger import Facts, count, ledger_of, tell
@@ -337,3 +338,37 @@ def test_fourteen_macs_of_mixed_speed_waste_no_group_and_few_are_older_than_plan
 def test_the_position_follows_the_last_question_granted():
     assert Ledger(RULE).next_position == 0
     assert ledger_of(RULE, facts(grants=(grant("mac-a", 0, 16, 8), grant("mac-b", 0, 0, 16))), 0.0).next_position == 24
+
+
+def test_ledger_knows_what_came_of_a_sweep_and_forgets_what_is_too_old():
+    ledger = ledger_of(
+        RULE, facts(version=5, arrived=frozenset({group("mac-a", 0, 0), group("mac-a", 0, 2, 4), group("mac-a", 1, 0)})), 0.0
+    )
+    ledger.settle(group("mac-a", 0, 7))
+    assert ledger.arrived_of("mac-a", 0) == {0, 2}  # what was only settled is not known to be there
+    ledger.see(13, 0)
+    assert ledger.arrived_of("mac-a", 0) == {0}
+    ledger.see(14, 0)
+    assert (ledger.arrived_of("mac-a", 0), ledger.waiting) == (frozenset(), 0)
+    ledger.arrive(group("mac-a", 0, 0))
+    assert ledger.waiting == 0
+
+
+def test_sweeps_of_a_host_that_are_not_finished_are_counted_while_it_is_there():
+    rule = replace(RULE, max_ahead=3)
+    ledger = ledger_of(rule, facts(grants=tuple(grant("mac-a", sweep, 8 * sweep, num=2) for sweep in range(3))), 0.0)
+    assert [ledger.num_unfinished_before("mac-a", sweep) for sweep in (0, 1, 2, 3)] == [0, 1, 2, 3]
+    ledger.arrive(group("mac-a", 0, 0))
+    ledger.arrive(group("mac-a", 0, 1))
+    assert (ledger.num_unfinished_before("mac-a", 3), ledger.left("mac-a"), ledger.num_present) == (2, 4, 1)
+    ledger.leave("mac-a")
+    assert (ledger.num_unfinished_before("mac-a", 3), ledger.left("mac-a"), ledger.num_present, ledger.running) == (0, 0, 0, 0)
+    assert not ledger.is_away("mac-b")
+    assert ledger.newest_sweep("mac-b") == -1
+
+
+def test_answer_of_a_large_fleet_costs_what_that_of_a_small_one_does():
+    small, large = admission(30, num_asks=300), admission(3000, num_asks=300)
+    # Counting all groups anew at each request took a hundred times as long for a hundred times the Macs.
+    assert large.answer_seconds < 10 * small.answer_seconds
+    assert large.arrival_seconds < 10 * small.arrival_seconds
