@@ -321,3 +321,18 @@ def test_outline_reads_little_and_knows_the_place_after_the_last_question(handle
 
 def _parts(named: GroupKey) -> tuple[str, int, str, int, int]:
     return named.run, named.version, named.host, named.sweep, named.group
+
+
+def test_notes_count_after_a_new_lease_and_its_own_are_read_as_they_come(handle: RunHandle) -> None:
+    head(handle)
+    desk = keeper(handle)
+    arrived = arrive(handle, ask(desk, "a", 0)) + arrive(handle, ask(desk, "b", 0))
+    write_drop_note(handle.store, "test", 1001, 0, [Dropped(key, "all_zero") for key in arrived[:4]])
+    assert desk.on_the_way() == (0, 12)
+    head(handle, 2001, version=0)
+    assert desk.on_the_way() == (0, 12)
+    write_drop_note(handle.store, "test", 2001, 0, [Dropped(arrived[4], "all_zero")])
+    assert desk.on_the_way() == (0, 11)
+    handle.store.create(f"{keys.drop_notes_prefix('test', 2001)}zzz", b"a stranger's")
+    write_drop_note(handle.store, "test", 2001, 1, [Dropped(arrived[5], "all_zero")])
+    assert desk.on_the_way() == keeper(handle).on_the_way() == (0, 10)
