@@ -25,7 +25,7 @@ from temporalio.runtime import Runtime
 from temporalio.service import KeepAliveConfig, RPCError, RPCStatusCode, TLSConfig
 from temporalio.worker import Worker
 
-from activities.watch import SILENT_SECONDS, WATCH_SECONDS, WatchedRuntime, end_if_hung
+from activities.watch import LAG_SECONDS, SILENT_SECONDS, WATCH_SECONDS, WatchedRuntime, end_if_hung
 from stoa.contracts import names
 from stoa.contracts.access import PLAIN, Access
 from stoa.contracts.errors import (
@@ -371,7 +371,12 @@ async def _watch(worker: Worker, silent_seconds: Callable[[], float]) -> None:
         watch.begin(worker.task_queue)
     while watch is None or watch.silent_seconds(worker.task_queue) < SILENT_SECONDS:
         end_if_hung(silent_seconds())
+        asked = time.monotonic()
         await asyncio.sleep(WATCH_SECONDS)
+        late = time.monotonic() - asked - WATCH_SECONDS
+        if late > LAG_SECONDS:
+            # Heartbeats and polls are as late: what follows looks like a fault of the network.
+            _log.warning("loop_lagging", queue=worker.task_queue, seconds=round(late, 1))
     raise ServiceUnavailableError(f"the worker of queue {worker.task_queue} has not asked for work for {SILENT_SECONDS:g} s")
 
 

@@ -22,6 +22,8 @@ HUNG_SECONDS: Final = 600.0
 """An engine's call that shows no sign of life for so long never will: its heartbeat stopped long ago."""
 WATCH_SECONDS: Final = 2.0
 """Between two looks."""
+LAG_SECONDS: Final = 1.0
+"""An event loop that comes to a look so much late is told: something holds it that should be in a thread."""
 
 _log = structlog.get_logger(__name__)
 

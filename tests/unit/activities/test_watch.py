@@ -1,13 +1,18 @@
 """A worker that has nothing to do and does not poll is noticed and made anew; one that works or polls is left alone."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import cast
 
+import pytest
+import structlog
 from temporalio import activity
 from temporalio.runtime import BufferedMetricUpdate
 from temporalio.worker import Worker
 
+from activities import connection
 from activities.connection import connect, make_runtime, make_worker, supervise
 from activities.watch import PollWatch, end_if_hung
 from tests.servers import TemporalServer
@@ -131,3 +136,19 @@ async def test_polls_of_a_real_worker_are_seen_and_a_silent_one_is_made_anew(tem
     await asyncio.wait_for(supervised, 20)
     assert len(made) == 2
     assert made[0] is not made[1]
+
+
+async def test_loop_that_is_held_is_told_and_one_that_runs_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(connection, "LAG_SECONDS", 0.5)
+    config = SimpleNamespace(config=SimpleNamespace(runtime=None))
+    worker = cast(Worker, SimpleNamespace(task_queue="q", client=SimpleNamespace(service_client=config)))
+    with structlog.testing.capture_logs() as told:
+        watching = asyncio.create_task(connection._watch(worker, lambda: 0.0))
+        await asyncio.sleep(0.1)
+        assert told == []
+        time.sleep(0.8)
+        await asyncio.sleep(0.1)
+        watching.cancel()
+    assert [(line["event"], line["queue"]) for line in told] == [("loop_lagging", "q")]
+    assert 0.5 < told[0]["seconds"] < 5
