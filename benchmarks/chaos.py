@@ -41,7 +41,7 @@ SECONDS_A_STEP = 6.0
 """Wall clock for which a run is asked to do one step: outages included."""
 SECONDS_A_FAULT = 12.0
 AT_ONCE = 3
-START_SECONDS, END_SECONDS = 120.0, 240.0
+START_SECONDS, STALL_SECONDS = 120.0, 180.0
 RECOVERY_SECONDS = 120.0
 """A recovery that takes longer counts as this much."""
 
@@ -81,7 +81,7 @@ class Chaos:
         strike = Strike(plant, self.parts, lines, lambda: _owner_pid(watch))
         self._strike_all(strike, watch)
         plant.set_pace(0.2)
-        self._until(lambda: not self._is_running(), END_SECONDS, "the run did not end")
+        self._see_it_end(watch)
         self._ended.set()
 
     def _strike_all(self, strike: Strike, watch: Watch) -> None:
@@ -161,6 +161,12 @@ class Chaos:
             return self._plant.control.is_running(RUN)
         except StoaError:
             return True
+
+    def _see_it_end(self, watch: Watch) -> None:
+        """Wait for the steps still asked for, however many: a run that is slow is not stuck, one without a step is."""
+        while self._is_running():
+            seen = watch.num_steps
+            self._until(lambda seen=seen: watch.num_steps > seen or not self._is_running(), STALL_SECONDS, "neither a step nor the end")
 
     def _until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
