@@ -182,7 +182,7 @@ class TrainerEngine:
             raise
         lease.stepped_at = time.time()
         train_seconds = lease.stepped_at - started
-        metrics = {**outcome.metrics, **drop_metrics(taken.dropped, taken.refused, len(taken.groups)), **taken.metrics}
+        metrics = {**outcome.metrics, **drop_metrics(taken.dropped, len(taken.groups)), **taken.metrics}
         if lease.fresh_changed_fraction is not None:
             metrics["changed_fraction"] = lease.fresh_changed_fraction
             lease.fresh_changed_fraction = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from stoa.bucket import keys
 from stoa.bucket.steps import Dropped, HostCounts, Refused
 from stoa.bucket.store import Store
 from stoa.config.run import Learning
@@ -38,6 +39,13 @@ MAX_FETCHED_BYTES = 256 * 1024 * 1024
 """Objects that are fetched ahead of their admission take no more memory together, however many have arrived."""
 NOTE_AFTER_SECONDS = 1.0
 """A wait this long tells the admission ledger of dropped groups before the step's manifest can."""
+MAX_NAMED = 1024
+"""Most groups that one step manifest, or one note, names as refused, and as many as dropped: the next ones name the others.
+
+Whoever can write to the bucket can fill it with nonsense, and a manifest that nobody can read would end the run.
+"""
+MAX_HOSTS = 1024
+"""Most hosts that one step manifest counts by name; anybody may invent names."""
 LATE_VERSIONS = 2
 """Versions below the staleness bound in which groups are still looked for, to be dropped with a reason."""
 NO_SIGNAL_SECONDS = 10.0
@@ -146,6 +154,7 @@ class Intake:
             num_wanted=learning.groups_per_step,
             max_looked=int(learning.groups_per_step * learning.max_refills),
             max_staleness_hard=learning.max_staleness_hard,
+            max_told=MAX_NAMED,
             settled=settled,
         )
         self._refused: list[Refused] = []
@@ -156,7 +165,7 @@ class Intake:
         """Tallies the same."""
         self._counted_from = self._told_at = time.monotonic()
         """When the tallies began, and when those that are told of ended."""
-        self._noted = 0
+        self._noted: set[str] = set()
         self._quarantined: frozenset[str] = frozenset()
         self._away = False
         self._known_hosts: set[str] = set()
@@ -184,7 +193,7 @@ class Intake:
 
     @property
     def refused(self) -> tuple[Refused, ...]:
-        """Groups refused since the last step."""
+        """Groups refused of which no step has told."""
         with self._changed:
             return tuple(self._refused)
 
@@ -234,7 +243,7 @@ class Intake:
             self._num_told = 0
             self._told = {}
             self._counted_from = self._told_at
-            self._noted = 0
+            self._forget_old()
 
     def put_back(self) -> None:
         """The step failed: its groups wait again."""
@@ -246,13 +255,37 @@ class Intake:
             self._num_told, self._told = 0, {}
 
     def _taken(self, groups: tuple[Group, ...], keys: tuple[str, ...], waited: float) -> Taken:
-        drops = tuple(Dropped(drop.key, drop.reason) for drop in self._buffer.drops)
+        drops = tuple(Dropped(drop.key, drop.reason) for drop in self._buffer.told)
         # Those shut out are named in every step: what they did before must not count against them after a release.
-        self._num_told, self._told, self._tallies = len(self._refused), self._tallies, {}
+        self._num_told, self._told, self._tallies = min(len(self._refused), MAX_NAMED), self._tallies, {}
         self._told_at = time.monotonic()
+        hosts = self._hosts()
+        refused = tuple(self._refused[: self._num_told])
+        metrics = self._metrics(keys) | self._fleet_metrics() | self._refused_metrics()
+        metrics["groups_untold"] = float(len(self._refused) - len(refused) + len(self._buffer.drops) - len(drops))
+        metrics["hosts_untold"] = float(len(self._told.keys() | self._quarantined) - len(hosts))
+        return Taken(groups, keys, drops, refused, hosts, waited, metrics)
+
+    def _hosts(self) -> dict[str, HostCounts]:
+        """Counts by host; of more than MAX_HOSTS those that are shut out or brought most, then those of most refusals."""
         tallies = {name: self._told.get(name, _Tally()) for name in self._told.keys() | self._quarantined}
-        hosts = {name: tally.counts(quarantined=name in self._quarantined) for name, tally in sorted(tallies.items())}
-        return Taken(groups, keys, drops, tuple(self._refused), hosts, waited, self._metrics(keys) | self._fleet_metrics())
+
+        def rank(name: str) -> tuple[bool, int, int, str]:
+            return name not in self._quarantined, -tallies[name].num_accepted, -tallies[name].refused.total(), name
+
+        named = sorted(sorted(tallies, key=rank)[:MAX_HOSTS])
+        return {name: tallies[name].counts(quarantined=name in self._quarantined) for name in named}
+
+    def _refused_metrics(self) -> dict[str, float]:
+        """All that was refused since the step before, by reason, named in the manifest or not."""
+        reasons: Counter[str] = sum((tally.refused for tally in self._told.values()), Counter[str]())
+        return {"groups_refused": float(reasons.total()), **{f"refused_{reason}": float(num) for reason, num in reasons.items()}}
+
+    def _forget_old(self) -> None:
+        """Of what was refused and is not told yet, what nobody looks at any more; and notes of what has been told."""
+        oldest = self._versions.newest - self._learning.max_staleness_hard - LATE_VERSIONS
+        self._refused = [one for one in self._refused if keys.parse_group(one.key).version >= oldest]
+        self._noted &= {drop.key for drop in self._buffer.drops} | {one.key for one in self._refused}
 
     def _metrics(self, taken: tuple[str, ...]) -> dict[str, float]:
         now = time.monotonic()
@@ -283,12 +316,10 @@ class Intake:
         return found
 
     def _unnoted(self) -> tuple[Dropped, ...]:
-        """Groups dropped or refused since the last step of which no note was made; counts them as noted."""
-        drops = [Dropped(drop.key, drop.reason) for drop in self._buffer.drops]
-        drops += [Dropped(refused.key, refused.reason) for refused in self._refused]
-        fresh = tuple(sorted(drops)) if len(drops) > self._noted else ()
-        self._noted = len(drops)
-        return fresh
+        """Groups dropped or refused, and not told of, of which no note was made, as many as a note names; they count as noted."""
+        drops = [Dropped(one.key, one.reason) for one in (*self._buffer.drops, *self._refused) if one.key not in self._noted]
+        self._noted.update(drop.key for drop in drops[:MAX_NAMED])
+        return tuple(sorted(drops[:MAX_NAMED]))
 
     def _fill(self) -> None:
         """The thread: look, download, admit, until closed. What it fails with is raised by `take`."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoa.bucket.steps import Dropped, GroupMismatch, Refused
+from stoa.bucket.steps import Dropped, GroupMismatch
 from stoa.config.run import Gate
 from stoa.learning import gate as gate_reference
 from stoa.learning.staleness import histogram, lag_versions
@@ -199,14 +199,12 @@ def group_metrics(groups: Sequence[Group], version: int, max_staleness: int) -> 
     return metrics
 
 
-def drop_metrics(dropped: Sequence[Dropped], refused: Sequence[Refused], num_used: int) -> dict[str, float]:
-    """How many groups each reason cost since the last step, and which share of those that came had equal rewards."""
+def drop_metrics(dropped: Sequence[Dropped], num_used: int) -> dict[str, float]:
+    """How many admitted groups each reason cost, and which share of those that came had equal rewards."""
     reasons = Counter(drop.reason for drop in dropped)
     metrics = {f"dropped_{reason}": float(num) for reason, num in reasons.items()}
-    metrics.update((f"refused_{reason}", float(num)) for reason, num in Counter(one.reason for one in refused).items())
     num_flat = sum(reasons[reason] for reason in ("all_zero", "all_one", "all_equal"))
     metrics["zero_variance_fraction"] = num_flat / max(1, num_flat + num_used)
-    metrics["groups_refused"] = float(len(refused))
     return metrics
 
 

@@ -96,13 +96,19 @@ def flatness(group: Group) -> Literal["", "all_zero", "all_one", "all_equal"]:
 class ReplayBuffer:
     """Holds admitted groups until a step takes them. One thread at a time.
 
-    A step: `take`; then `settle` once its manifest is written, or `put_back` if it failed. `drops` are those since the
-    last `settle`, for the manifest.
+    A step: `take`; then `settle` once its manifest is written, or `put_back` if it failed. `drops` are those that no
+    settled step has told of, `told` those of them that the step in progress tells of.
     """
 
-    def __init__(self, *, num_wanted: int, max_looked: int, max_staleness_hard: int, settled: Iterable[str] = ()) -> None:
-        """`settled`: keys consumed, dropped or refused in the run so far; they are never taken again."""
+    def __init__(
+        self, *, num_wanted: int, max_looked: int, max_staleness_hard: int, max_told: int = 1024, settled: Iterable[str] = ()
+    ) -> None:
+        """`settled`: keys consumed, dropped or refused in the run so far; they are never taken again.
+
+        max_told: most drops that a step tells of; the next ones tell of the others.
+        """
         self._num_wanted = num_wanted
+        self._max_told = max_told
         self._max_looked = max_looked
         self._max_staleness_hard = max_staleness_hard
         self._known = set(settled)
@@ -120,8 +126,13 @@ class ReplayBuffer:
 
     @property
     def drops(self) -> tuple[Drop, ...]:
-        """Groups dropped since the last `settle`."""
+        """Groups dropped of which no settled step has told."""
         return tuple(self._drops)
+
+    @property
+    def told(self) -> tuple[Drop, ...]:
+        """Those of them that the step in progress tells of: the oldest."""
+        return tuple(self._drops[: self._num_told])
 
     def offer(self, key: str, group: Group) -> bool:
         """Queue an admitted group. False if this key was offered or settled before."""
@@ -164,7 +175,7 @@ class ReplayBuffer:
         if choice.status == "no_signal":
             self._num_flat = 0
         self._taken = {key: self._queue.pop(key) for key in choice.taken}
-        self._num_told = len(self._drops)
+        self._num_told = min(len(self._drops), self._max_told)
         return choice, tuple(group for _, group in self._taken.values())
 
     def settle(self) -> None:

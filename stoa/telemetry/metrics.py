@@ -81,6 +81,8 @@ CATALOGUE: Final = (
     Metric("infra_fault_rate", "", "lower", "the share of episodes missing from the step's groups"),
     Metric("pull_latency_seconds", "seconds", "lower", "the median time from a version's publication to serving it, over the step's Macs"),
     Metric("groups_refused", "groups", "lower", "the groups that were not admitted since the step before"),
+    Metric("groups_untold", "groups", "lower", "the groups dropped or refused that later manifests name: one names 1,024 of each"),
+    Metric("hosts_untold", "", "lower", "the hosts that the step's manifest does not count by name: it counts 1,024"),
     Metric("zero_variance_fraction", "", "lower", "the share of groups whose rewards are all equal, of those looked at"),
     Metric("groups_accepted", "groups", "neither", "the groups admitted since the step before"),
     Metric("groups_waiting", "groups", "neither", "the admitted groups that wait for a later step"),

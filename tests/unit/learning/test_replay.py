@@ -197,3 +197,17 @@ def test_over_any_history_no_group_is_trained_twice_or_lost(data):
                 assert replay.offer(key, toy.with_version(groups[kind], of_version)) == (key not in settled)
     waiting_or_dropped = replay.num_waiting + len(replay.drops)
     assert waiting_or_dropped + len(settled) == len(offered)
+
+
+def test_more_drops_than_a_step_may_tell_of_are_told_by_the_next() -> None:
+    replay = ReplayBuffer(num_wanted=1, max_looked=8, max_staleness_hard=8, max_told=2)
+    for key in "abcde":
+        replay.drop_stale(key)
+    told: list[str] = []
+    for _ in range(3):
+        replay.take(9)
+        told += [drop.key for drop in replay.told]
+        assert len(replay.told) <= 2
+        replay.settle()
+    assert told == list("abcde")
+    assert replay.drops == ()
