@@ -12,6 +12,7 @@ from temporalio.client import Client
 from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 
+from activities.connection import RPC_TIMEOUT
 from activities.edge import run_engine
 from activities.fleet import signal_run
 from stoa.contracts import names
@@ -47,6 +48,7 @@ class EvaluationActivities:
                 task_queue=names.control_queue(given.run),
                 id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
                 id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
+                rpc_timeout=RPC_TIMEOUT,
             )
         except WorkflowAlreadyStartedError:
             done = self._mac.get_workflow_handle(workflow_id, result_type=EvaluationResult)

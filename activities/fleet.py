@@ -17,6 +17,7 @@ from temporalio.client import Client
 from temporalio.common import SearchAttributeKey
 from temporalio.service import RPCError, RPCStatusCode
 
+from activities.connection import RPC_TIMEOUT
 from activities.edge import application_error, run_engine
 from stoa.contracts import names
 from stoa.contracts.errors import FormatError
@@ -108,7 +109,9 @@ class FleetActivities:
         """Which Macs are here and how each does, one page; and how many groups are on the way."""
         activity.heartbeat(Beat(progress="asking for live sessions"))
         found: list[MacFacts] = []
-        async for execution in self._mac.list_workflows(f"{_sessions(request.run)} AND RlState IN ('live', 'resting')"):
+        async for execution in self._mac.list_workflows(
+            f"{_sessions(request.run)} AND RlState IN ('live', 'resting')", rpc_timeout=RPC_TIMEOUT
+        ):
             host = execution.typed_search_attributes.get(_HOST)
             if host is not None:
                 found.append(await execution.memo_value(names.MEMO, MacFacts(host), type_hint=MacFacts))
@@ -139,7 +142,7 @@ class FleetActivities:
         activity.heartbeat(Beat(progress="asking for live sessions"))
         query = f"{_sessions(request.run)} AND RlState = 'live'"
         found: set[str] = set()
-        async for execution in self._mac.list_workflows(query):
+        async for execution in self._mac.list_workflows(query, rpc_timeout=RPC_TIMEOUT):
             host = execution.typed_search_attributes.get(_HOST)
             if host is not None:
                 found.add(host)
@@ -151,7 +154,7 @@ class FleetActivities:
         query = f"{_running(request.run)} AND WorkflowType IN ('{names.MAC_SESSION}', '{names.EVALUATION}')"
         activity.heartbeat(Beat(progress="telling sessions and evaluations"))
         num_released = 0
-        async for execution in self._mac.list_workflows(query):
+        async for execution in self._mac.list_workflows(query, rpc_timeout=RPC_TIMEOUT):
             num_released += await _signal(self._mac, execution.id, names.RUN_STOPPED, request)
         return Released(num_released)
 
@@ -189,7 +192,7 @@ async def signal_run(core: Client, run: str, signal: str, message: object) -> bo
 
 async def _signal(client: Client, workflow_id: str, signal: str, message: object) -> bool:
     try:
-        await client.get_workflow_handle(workflow_id).signal(signal, message)
+        await client.get_workflow_handle(workflow_id).signal(signal, message, rpc_timeout=RPC_TIMEOUT)
     except RPCError as error:
         if error.status == RPCStatusCode.NOT_FOUND:
             return False
