@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Final
 
 import structlog
@@ -21,7 +22,7 @@ from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest, Register
 from temporalio.client import Client, GrpcCompression
 from temporalio.converter import DataConverter, DefaultPayloadConverter, PayloadCodec
 from temporalio.exceptions import ApplicationError
-from temporalio.runtime import Runtime
+from temporalio.runtime import Runtime, TelemetryConfig
 from temporalio.service import KeepAliveConfig, RPCError, RPCStatusCode, TLSConfig
 from temporalio.worker import Worker
 
@@ -101,19 +102,25 @@ def make_runtime(worker_heartbeat_seconds: float | None = None) -> WatchedRuntim
     return WatchedRuntime(worker_heartbeat_seconds)
 
 
+@lru_cache(maxsize=1)
+def _quiet_runtime() -> Runtime:
+    """For a command: it says itself what is wrong, and the SDK's own log goes to standard output, where data is."""
+    return Runtime(telemetry=TelemetryConfig(logging=None))
+
+
 async def connect(
     address: str, namespace: str, *, access: Access = PLAIN, codec: PayloadCodec | None = None, runtime: Runtime | None = None
 ) -> Client:
     """One attempt. Raises ServiceUnavailableError, or AccessDeniedError when the server refuses us.
 
-    codec: of a process that seals or opens tickets; see `codec.py`.
+    codec: of a process that seals or opens tickets; see `codec.py`. runtime: a worker's; None for one that logs nothing.
     """
     try:
         return await Client.connect(
             address,
             namespace=namespace,
             data_converter=replace(DATA_CONVERTER, payload_codec=codec),
-            runtime=runtime,
+            runtime=runtime or _quiet_runtime(),
             keep_alive_config=KEEP_ALIVE,
             tls=_tls(access),
             api_key=access.api_key or None,

@@ -2,10 +2,12 @@
 
 import asyncio
 import uuid
+from datetime import timedelta
 
 import pytest
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError
 from temporalio.worker import Worker
 
 from activities.connection import (
@@ -23,6 +25,7 @@ from stoa.contracts.errors import MessageTooLargeError, ServiceUnavailableError,
 from stoa.contracts.evaluation_messages import EvalPart, EvaluationPlan, ListMacsRequest, MacList
 from stoa.contracts.messages import RunInput, StopConditions
 from tests.servers import TemporalServer, free_ports
+from tests.workflows.relay import Relay
 
 NOWHERE = f"127.0.0.1:{free_ports(1)[0]}"
 
@@ -58,6 +61,16 @@ async def test_no_server_is_a_typed_error_after_the_bound_and_each_wait_is_told(
     assert NOWHERE in caught.value.message
     assert "temporal server start-dev" in caught.value.hint
     assert told
+
+
+async def test_sdk_writes_nothing_where_a_command_writes_data(temporal_server: TemporalServer, capfd: pytest.CaptureFixture[str]) -> None:
+    """A call that is tried again and again, because the server is away, is logged by the SDK: to standard output, if at all."""
+    async with Relay(temporal_server.address) as path:
+        client = await connect(path.address, temporal_server.namespace)
+        path.cut()
+        with pytest.raises(RPCError):
+            await client.count_workflows(rpc_timeout=timedelta(seconds=5))
+    assert capfd.readouterr().out == ""
 
 
 async def test_setup_makes_a_namespace_usable_and_again_changes_nothing(temporal_server: TemporalServer) -> None:
