@@ -144,3 +144,13 @@ def test_the_readme_is_short_and_shows_the_demo() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert len(text.splitlines()) < 250
     assert "docs/demo-learning.png" in text
+
+
+TELLS_TO_EDIT = re.compile(r"\b(?:edit|change|patch|comment out)\b[^.|\n]{0,60}\.py\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nobody_is_told_to_edit_our_source(path: Path) -> None:
+    """Every limit is a setting."""
+    assert TELLS_TO_EDIT.search(path.read_text()) is None
+    assert TELLS_TO_EDIT.search("To debug, edit constants.py and revert it later")
