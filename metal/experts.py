@@ -11,7 +11,7 @@ from typing import Final
 import mlx.core as mx
 
 from metal.kernels import FLOATS, Kernel, Launcher, demand, expect, expect_int8, launch_on_metal
-from metal.reference import Int8
+from metal.products import Int8
 from metal.router import Order, OrderKernel
 from metal.sizes import GROUP_SIZE
 

@@ -12,7 +12,7 @@ from typing import Final
 import mlx.core as mx
 
 from metal.kernels import FLOATS, Kernel, Launcher, demand, expect, expect_int8, launch_on_metal
-from metal.reference import Int8
+from metal.products import Int8
 
 BLOCK: Final = 32
 """Words a threadgroup scores."""

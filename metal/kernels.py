@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 import mlx.core as mx
 
-from metal.reference import Int8
+from metal.products import Int8
 from metal.sizes import GROUP_SIZE
 from stoa.contracts.errors import KernelArgumentsError
 

@@ -12,23 +12,11 @@ from typing import Final, NamedTuple
 
 import mlx.core as mx
 
-from metal.sizes import ATTENTION_BYTES, BITS, GROUP_SIZE, PAGE_TOKENS, RANGE_PAGES, SORT_EXPERTS_FROM, SUM_WORDS
+from metal.products import Int8, linear
+from metal.sizes import ATTENTION_BYTES, BITS, GROUP_SIZE, ONE_SUM_WORDS, PAGE_TOKENS, RANGE_PAGES, SORT_EXPERTS_FROM, SUM_WORDS
 
 _NOTHING: Final = -1e30
 """Stands for the largest score of a range in which a query sees nothing; finite, so that no difference is NaN."""
-
-
-class Int8(NamedTuple):
-    """An int8 matrix or stack of them: codes uint32 [.., out, in / 4], scales and biases bf16 [.., out, in / 64]."""
-
-    codes: mx.array
-    scales: mx.array
-    biases: mx.array
-
-
-def linear(x: mx.array, weight: Int8) -> mx.array:
-    """X [.., in] times an int8 matrix [out, in], transposed: [.., out] in the type of x."""
-    return mx.quantized_matmul(x, *weight, transpose=True, group_size=GROUP_SIZE, bits=BITS)
 
 
 def silu(x: mx.array) -> mx.array:
@@ -183,7 +171,8 @@ def draw_plain(hidden: mx.array, embedding: Int8, uniform: mx.array) -> tuple[mx
 def pick(logits: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
     """Draw a token a row by inverting the cumulative distribution, and give its natural-log probability.
 
-    Sums go over blocks of words and then over the blocks: one running sum over a large vocabulary in fp32 is off by 2e-4.
+    Sums go over blocks of words and then over the blocks: one running sum over a large vocabulary in fp32 is off by 2e-4. A
+    small vocabulary is summed in one go.
 
     Args:
         logits: float32 [R, V]; -inf for what may not be drawn.
@@ -196,6 +185,12 @@ def pick(logits: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
     num_rows, num_words = logits.shape
     largest_R1 = logits.max(axis=-1, keepdims=True)
     exps_RV = mx.exp(logits - largest_R1)
+    if num_words <= ONE_SUM_WORDS:
+        cumulative_RV = mx.cumsum(exps_RV, axis=-1)
+        total_R1 = cumulative_RV[:, -1:]
+        # Of equal sums the first, which is of a token that has added to it; the total is above what is wanted.
+        tokens_R1 = mx.argmax(cumulative_RV > uniform[:, None] * total_R1, axis=-1, keepdims=True)
+        return _with_logprobs(logits, tokens_R1, largest_R1, total_R1)
     if num_words % SUM_WORDS:
         exps_RV = mx.pad(exps_RV, [(0, 0), (0, -num_words % SUM_WORDS)])
     exps_RBW = exps_RV.reshape(num_rows, -1, SUM_WORDS)
@@ -209,6 +204,10 @@ def pick(logits: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
     # Two ways to sum up one block may differ in the last bit: who finds nothing beyond takes the last that adds to the sum.
     passed_RW = mx.where(passed_RW[:, -1:], passed_RW, inner_RW >= inner_RW[:, -1:])
     tokens_R1 = block_R1 * SUM_WORDS + mx.argmax(passed_RW, axis=-1, keepdims=True)
+    return _with_logprobs(logits, tokens_R1, largest_R1, total_R1)
+
+
+def _with_logprobs(logits: mx.array, tokens_R1: mx.array, largest_R1: mx.array, total_R1: mx.array) -> tuple[mx.array, mx.array]:
     logprobs_R1 = mx.take_along_axis(logits, tokens_R1, axis=-1) - (largest_R1 + mx.log(total_R1))
     # Rounding may put a near-certain token a hair above 0, which no probability is.
     return tokens_R1[:, 0].astype(mx.int32), mx.minimum(logprobs_R1[:, 0], 0.0)

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from metal.attention import Groups, group_rows, most_rows
 from metal.check import Dims, Verdict
 from metal.ops import Ops, choose_ops
-from metal.reference import Int8, linear, silu
+from metal.products import Int8, linear, unpacked_rows
+from metal.reference import silu
 from metal.router import RouterRule
-from metal.sizes import BITS, GROUP_SIZE, PAGE_TOKENS
+from metal.sizes import PAGE_TOKENS
 from stoa.contracts.errors import LayoutError
 from worker_mac.cache import Cache, CacheShape
 from worker_mac.model_config import ModelConfig
@@ -249,8 +250,7 @@ class Model:
 
     def embed(self, feed: Feed) -> mx.array:
         """The embeddings of a feed's tokens: [N, D]. Of the first layers' machine only."""
-        codes, scales, biases = (array[feed.tokens] for array in self._tied)
-        return mx.dequantize(codes, scales.astype(self.dtype), biases.astype(self.dtype), group_size=GROUP_SIZE, bits=BITS)
+        return unpacked_rows(self._tied, feed.tokens, self.dtype)
 
     def run(self, x_ND: mx.array, feed: Feed, cache: Cache, routes: list[mx.array] | None = None) -> mx.array:
         """Take what comes into the first of these layers through them: [N, D] to [N, D]; see `hidden`."""

@@ -121,7 +121,9 @@ def lay_out(work: Work, num_taps: int, *, pad_to: int = 1) -> Layout:
     if num_single < len(order):
         more, unpack = _stretch_tiles(work, order[num_single:], firsts[num_single:], num_single, whole_ranges=pad_to > 1)
         tiles += more
-    stretches = _stretches(work, order[num_single:], num_taps) if num_single < len(order) else None
+    # Where nothing is padded no kernel computes: one convolution for all is less work than two.
+    num_apart = num_single if pad_to > 1 or num_single == len(order) else 0
+    stretches = _stretches(work, order[num_apart:], num_taps) if num_apart < len(order) else None
     sampling = work.samples[order]
     last_rows = (firsts + counts - 1)[sampling].astype(np.int32)
     padding = -len(tokens) % pad_to
@@ -135,7 +137,7 @@ def lay_out(work: Work, num_taps: int, *, pad_to: int = 1) -> Layout:
     sample_padding = -len(last_rows) % pad_to if len(last_rows) else 0
     sampled = None if everyone else np.concatenate([last_rows, np.zeros(sample_padding, np.int32)])
     return Layout(
-        tokens, positions, pages, tuple(tiles), unpack, num_single, work.slots[order[:num_single]], stretches, sampled,
+        tokens, positions, pages, tuple(tiles), unpack, num_apart, work.slots[order[:num_apart]], stretches, sampled,
         order[sampling], places,
     )  # fmt: skip
 

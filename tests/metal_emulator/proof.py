@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metal.kernels import Compiled, Launcher
-from metal.reference import Int8
+from metal.products import Int8
 from tests.metal_emulator.emulator import CompileError, Emulator, EmulatorError
 
 Array64 = NDArray[np.float64]

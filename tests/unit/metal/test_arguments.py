@@ -11,7 +11,7 @@ from metal.conv import ConvKernel
 from metal.experts import ExpertsKernel
 from metal.head import HeadKernel
 from metal.kernels import Compiled
-from metal.reference import Int8
+from metal.products import Int8
 from metal.router import OrderKernel, RouterKernel, RouterRule, order_plain
 from stoa.contracts.errors import KernelArgumentsError
 
