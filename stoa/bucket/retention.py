@@ -10,6 +10,7 @@ Needed, by kind:
     anchors       the newest complete ones, those that lead to the staleness window or to a lease, and one being uploaded
     deltas        all that lead on from the oldest needed anchor, named by a manifest already or not
     steps         all in the lineage of HEAD (what was trained on), and all of the lease that is on
+    oversized     what an invited Mac wrote under groups or evals and is larger than any such object: nobody reads it, it goes at once
     groups        those not settled by a step that every kept checkpoint is past, and those still in the staleness window
     grants        the newest of each host, and those of groups that are there
     drops         those that name a group in the window, and all of the lease that is on
@@ -44,6 +45,8 @@ class Policy:
     """Settled groups are kept for so many versions more, for people who look."""
     grace_seconds: float = 86_400.0
     """How long an object must have been announced before it goes."""
+    most_group_bytes: int = 64 * 1024 * 1024
+    """Of a group or a part of an evaluation: what is larger is refused by its size and read by nobody. A ticket cannot bound it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +123,34 @@ def judge(objects: Sequence[Listed], history: History, leases: Sequence[Lease], 
     unneeded: list[Judged] = []
     for item in sorted(objects, key=lambda item: item.key):
         try:
-            why = _why_needed(item.key, facts)
+            why = "" if _is_oversized(item.key, item.num_bytes, policy) else _why_needed(item.key, facts)
         except FormatError:
             why = "not written by this program"
-        (needed if why else unneeded).append(Judged(item.key, item.num_bytes, why or _WHY_NOT[kind_of(item.key)]))
+        (needed if why else unneeded).append(Judged(item.key, item.num_bytes, why or _why_not(item, policy)))
     return Verdict(tuple(needed), tuple(unneeded), floor)
 
 
 def due(verdict: Verdict, announced: Mapping[str, float], policy: Policy, now: float) -> tuple[Judged, ...]:
-    """What may be deleted: unneeded, and announced as such, without a break, for the grace. announced: key -> Unix seconds."""
-    return tuple(item for item in verdict.unneeded if now - announced.get(item.key, now) >= policy.grace_seconds and item.key in announced)
+    """What may be deleted: unneeded, and announced as such, without a break, for the grace. announced: key -> Unix seconds.
+
+    What is larger than anybody would read has no reader to wait for.
+    """
+
+    def may_go(item: Judged) -> bool:
+        waited = item.key in announced and now - announced[item.key] >= policy.grace_seconds
+        return waited or _is_oversized(item.key, item.num_bytes, policy)
+
+    return tuple(item for item in verdict.unneeded if may_go(item))
+
+
+def _is_oversized(key: str, num_bytes: int, policy: Policy) -> bool:
+    return num_bytes > policy.most_group_bytes and kind_of(key) in ("groups", "evals")
+
+
+def _why_not(item: Listed, policy: Policy) -> str:
+    return (
+        f"larger than {policy.most_group_bytes} bytes" if _is_oversized(item.key, item.num_bytes, policy) else _WHY_NOT[kind_of(item.key)]
+    )
 
 
 _WHY_NOT: Final = {

@@ -10,6 +10,7 @@ from stoa.bucket import keys
 from stoa.bucket.manifest import AnchorRef, DeltaRef, Manifest, VersionStats
 from stoa.bucket.retention import History, Lease, Policy, Verdict, due, judge
 from stoa.bucket.store import Listed
+from stoa.rollouts.shard import MAX_GROUP_BYTES
 from stoa.weights.chain import Plan, plan
 
 RUN = "r"
@@ -211,6 +212,20 @@ def test_groups_stay_until_they_are_settled_before_every_checkpoint_and_out_of_t
 
 
 CASES = {"old": 10, "free again": 10, "recent": 15, "in the window": 25, "never settled": 1}
+
+
+def test_object_that_is_larger_than_any_group_goes_at_once():
+    """A ticket cannot bound it, the trainer refuses it by its size, and nobody reads it: no reader is waited for."""
+    policy = Policy()
+    assert policy.most_group_bytes == MAX_GROUP_BYTES
+    flood = (keys.group(RUN, 25, "m", 0, 0), keys.eval_part(RUN, 0, "first", 0, "m"))
+    full = keys.group(RUN, 25, "m", 0, 1)
+    chain = Chain(31, 40, 0)
+    objects = [*(Listed(key, MAX_GROUP_BYTES + 1, 0.0) for key in flood), Listed(full, MAX_GROUP_BYTES, 0.0)]
+    verdict = judge([*chain.objects(30), *objects], chain.history(30), [], policy, 0.0)
+    assert {item.key for item in due(verdict, {}, policy, 0.0)} == set(flood)
+    assert {item.reason for item in verdict.unneeded if item.key in flood} == {"larger than 67108864 bytes"}
+    assert full in needed_keys(verdict)
 
 
 def test_checkpoints_that_stay_are_the_newest_whole_ones_the_named_one_and_those_being_written():

@@ -9,11 +9,14 @@ from stoa.bucket import keys
 from stoa.bucket.head import HeadWriter
 from stoa.bucket.keys import GroupKey
 from stoa.bucket.revocations import Revoked, revoke
+from stoa.bucket.steps import Refused
 from stoa.bucket.store import Store
 from stoa.bucket.tickets import MAX_KEYS, MAX_SIGNATURES, Mint, TicketBook, read_tickets
 from stoa.bucket.uploads import TicketTarget
 from stoa.contracts.errors import TicketError
 from stoa.contracts.fleet_messages import Grant, GrantRequest
+from stoa.learning.fleet import FleetBook
+from stoa.rollouts.admit import DAMNING, Reason
 from stoa.rollouts.shard import MAX_GROUP_BYTES
 from tests.servers import CREDENTIALS, MAC_CREDENTIALS, BucketServer
 from tests.unit.trainer_gpu.runs import Reports, config_of, start_run
@@ -128,6 +131,14 @@ def test_a_mac_that_sends_too_large_an_object_gets_no_more_tickets(handle: RunHa
     desk.on_the_way()  # it looks at the bucket
     assert "is the most" in desk.grant(request(1), Reports()).reason
     assert desk.grant(request(0, host="mac-2", invite="mac-2.00000000"), Reports()).tickets
+
+
+def test_a_mac_whose_groups_are_too_large_is_suspected_after_the_third() -> None:
+    assert Reason.TOO_LARGE in DAMNING
+    book = FleetBook(DAMNING)
+    sent = [Refused(group(0, 0, slot), "mac-1", Reason.TOO_LARGE) for slot in range(3)]
+    assert book.suspects(pending=sent[:2]) == ()
+    assert [(one.host, one.reason) for one in book.suspects(pending=sent)] == [("mac-1", "3 groups refused, most as too_large")]
 
 
 def test_a_mac_without_a_ticket_for_what_it_has_gets_one(handle: RunHandle, store: Store) -> None:
