@@ -170,3 +170,22 @@ def test_time_between_two_sweeps_is_counted_for_what_the_grant_waited_for(told: 
     for grant in told:
         state = plan.on_grant(state, grant) if plan.may_play(grant) else plan.on_wait(state, grant, GIVEN, 101.0, 101.0)
     assert dict(plan.on_start(state, 104.0).totals.waits) == counted
+
+
+@pytest.mark.parametrize("sweep_seconds", [24.0, 25.0, 40.0, 60.0, 119.0, 120.0, 900.0])
+def test_grants_held_ahead_last_through_two_minutes_without_the_control_plane(sweep_seconds: float) -> None:
+    """The next sweep's grant and those beyond it are on the Mac: an outage that begins just before a sweep ends costs no decoding.
+
+    The Mac's messages hold them with the questions of a wide sweep; how much may be granted at all is the staleness bound's.
+    """
+    state = SessionProgress(sweep_seconds=sweep_seconds)
+    num_ahead = plan.wanted_ahead(state)
+    assert num_ahead * sweep_seconds >= 120.0
+    assert (num_ahead - 1) * sweep_seconds < 120.0, "no more than that: what is held ahead is older when it is played"
+    grants = tuple(Grant("demo", "mac-1", number, tuple(f"question-{number}-{g:03d}" for g in range(16)), 1) for number in range(7))
+    assert len(plan.fitting_ahead(grants[0], grants[1 : 2 + num_ahead])) == num_ahead + 1
+
+
+def test_short_sweeps_are_held_ahead_as_far_as_a_message_and_the_ledger_go() -> None:
+    assert plan.wanted_ahead(SessionProgress(sweep_seconds=1.0)) == plan.MAX_HELD_AHEAD == 5
+    assert plan.wanted_ahead(SessionProgress()) == 1
