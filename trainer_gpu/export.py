@@ -5,7 +5,6 @@ person reads are the caller's.
 """
 
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -36,14 +35,14 @@ class ExportedHub:
     """An export that was reloaded and compared."""
 
     step: int
-    num_bytes: int
     max_logit_difference: float
 
 
-def export_hub(document: RunDocument, store: Store, folder: Path) -> ExportedHub:
-    """Write the checkpoint that HEAD names as a hub folder, reload it with transformers and compare logits.
+def export_hub(document: RunDocument, store: Store, files: Path, out: Path) -> ExportedHub:
+    """Write the checkpoint that HEAD names as the hub folder `out`, reload it with transformers and compare logits.
 
-    The folder appears only when that is done. Needs memory for the model in fp32 and once more in the run's dtype.
+    Neither folder is there yet; `files` comes to hold the run's model files. Until this returns, `out` is not to be
+    trusted. Needs memory for the model in fp32 and once more in the run's dtype.
 
     Raises:
         ObjectMissingError: no trainer has taken the run yet. CheckpointError: the checkpoint cannot be read, or the folder
@@ -53,23 +52,16 @@ def export_hub(document: RunDocument, store: Store, folder: Path) -> ExportedHub
     if not head.checkpoint_key:
         raise ObjectMissingError(f"run {document.run} has no checkpoint yet", hint="wait for its first one")
     host.setup_process(num_threads=torch.get_num_threads())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        files, out = Path(scratch) / "files", Path(scratch) / "out"
-        fetch_model_files(store, document.model_files, files)
-        config = read_model_config(files)
-        identity = Identity(document.run, document.layout_id, architecture_of(config))
-        saved = read_document(store, head.checkpoint_key, identity, document.public_key)
-        model = build_model(config, getattr(torch, document.config.learning.dtype))
-        fill(model, store, saved.parts)
-        save_hub(model, config, out)
-        for path in files.iterdir():
-            shutil.copyfile(path, out / path.name)
-        difference = compare(model, config, out)
-        if folder.exists():
-            folder.rmdir()  # it is empty: the caller checked
-        out.replace(folder)
-    return ExportedHub(saved.facts.step, sum(path.stat().st_size for path in folder.iterdir()), difference)
+    fetch_model_files(store, document.model_files, files)
+    config = read_model_config(files)
+    identity = Identity(document.run, document.layout_id, architecture_of(config))
+    saved = read_document(store, head.checkpoint_key, identity, document.public_key)
+    model = build_model(config, getattr(torch, document.config.learning.dtype))
+    fill(model, store, saved.parts)
+    save_hub(model, config, out)
+    for path in files.iterdir():
+        shutil.copyfile(path, out / path.name)
+    return ExportedHub(saved.facts.step, compare(model, config, out))
 
 
 @torch.no_grad()
