@@ -3,7 +3,9 @@
     python -m benchmarks.warmstart --json
 
 `warmstart_update_difference`: largest distance of a trained number after 3 steps of two ranks of unlike speed from those of
-one, adapters and every weight. `warmstart_tensor_difference`: the same with the matrices split, 4 and 8 bits.
+one, adapters and every weight. `warmstart_tensor_difference`: the same with the matrices split, 4 and 8 bits, experts without
+adapters. `warmstart_tensor_gradient_difference`: with them, of the gradient of one step, as a share of its largest number: Adam
+divides by gradients that are smaller than their rounding, and few experts see many tokens.
 `warmstart_speedup_2_ranks`: tokens a second of two ranks, a core each, over those of one on one core; medians over the
 steps of alternating starts. `warmstart_bytes_reduced_a_step`: what one rank gives into sums. Memory: of one gradient, layers
 computed twice against once.
@@ -51,12 +53,15 @@ def measure() -> Found:
         usual = Settings(model=str(POLICY), out="", state="", batch_rows=16, num_steps=NUM_STEPS, learning_rate=1e-3, num_warmup_steps=1)
         rows = {mode: _difference(folder / mode, replace(usual, mode=mode), shares=(3.0, 1.0)) for mode in ("lora", "full")}
         wide = write_wide(folder / "wide")
-        split = replace(usual, model=str(wide), batch_rows=4, experts=False)
-        matrices = {bits: _difference(folder / f"split-{bits}", replace(split, bits=bits), split="tensor") for bits in (4, 8)}
+        split = replace(usual, model=str(wide), batch_rows=4)
+        plain = replace(split, experts=False)
+        matrices = {bits: _difference(folder / f"split-{bits}", replace(plain, bits=bits), split="tensor") for bits in (4, 8)}
+        gradients = [_gradient_difference(folder / f"gradient-{bits}", replace(split, bits=bits, num_steps=1)) for bits in (4, 8)]
         speeds = _speeds(folder / "speed", usual)
     return {
         "warmstart_update_difference": max(found["difference"] for found in rows.values()),
         "warmstart_tensor_difference": max(found["difference"] for found in matrices.values()),
+        "warmstart_tensor_gradient_difference": max(gradients),
         "warmstart_bytes_reduced_a_step": rows["lora"]["bytes_a_step"],
         "warmstart_bytes_reduced_a_step_full": rows["full"]["bytes_a_step"],
         **speeds,
@@ -76,6 +81,16 @@ def _difference(folder: Path, settings: Settings, **two: object) -> Found:
         "difference": max(float(np.abs(alone[name] - together[name]).max()) for name in alone),
         "bytes_a_step": int(steps[-1]["bytes_summed"]) // len(steps),
     }
+
+
+def _gradient_difference(folder: Path, settings: Settings) -> float:
+    """Largest distance between the first moments of two ranks and of one after a step, over the largest of them."""
+    _start(folder / "one", settings, 1)
+    _start(folder / "two", replace(settings, split="tensor"), 2)
+    one, two = (load_file(folder / name / "state" / f"step-{settings.num_steps:08d}" / "first.safetensors") for name in ("one", "two"))
+    if set(one) != set(two) or not any(".switch_mlp." in name for name in one):
+        raise SystemExit("two ranks trained other tensors than one")
+    return max(float(np.abs(one[name] - two[name]).max()) for name in one) / max(float(np.abs(array).max()) for array in one.values())
 
 
 def _start(folder: Path, settings: Settings, num_ranks: int, cores: Sequence[int] = ()) -> tuple[dict[str, np.ndarray], list[Found]]:

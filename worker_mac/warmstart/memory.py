@@ -172,7 +172,7 @@ def plan(config: Mapping[str, object], tensors: list[Tensor], settings: Settings
     adapters = settings.mode == "lora"
     ranks = settings.num_ranks if settings.split == "tensor" else 1
     weights = sum(-(-_weight_bytes(tensor, settings) // (ranks if _is_split(tensor) else 1)) for tensor in tensors)
-    adapted = [tensor for tensor in tensors if settings.adapts_experts or ".experts." not in tensor.name]
+    adapted = [tensor for tensor in tensors if settings.experts or ".experts." not in tensor.name]
     trained = sum(_adapter_size(tensor, settings.rank) for tensor in adapted) if adapters else sum(t.size for t in tensors)
     # In full mode the weights themselves are among what is trained.
     trained_bytes = trained * (TRAINED_BYTES if adapters else TRAINED_BYTES - 4)

@@ -128,7 +128,7 @@ def add_adapters(model: Any, settings: Settings) -> None:
 def fresh_adapters(model: Any, settings: Settings) -> Iterator[Fresh]:
     """(path, halves) of new adapters in mlx_lm's shapes, fp32: the first uniform in +-1/sqrt(inputs), the second 0."""
     modules: dict[str, Any] = dict(model.named_modules())
-    keys = mx.random.split(mx.random.key(settings.seed), max(1, len(paths := adapted_paths(model, experts=settings.adapts_experts))))
+    keys = mx.random.split(mx.random.key(settings.seed), max(1, len(paths := adapted_paths(model, experts=settings.experts))))
     for key, path in zip(keys, paths, strict=True):
         outputs, inputs = matrix_shape(modules[path])
         limit = 1 / math.sqrt(inputs)

@@ -43,7 +43,7 @@ class Settings:
     scale: float = 20.0
     """An adapter's product counts this many times."""
     experts: bool = True
-    """Adapters on experts too; with matrices split experts have none."""
+    """Adapters on experts too."""
     split: Split = "data"
     """What several Macs share out: the rows of a step, or the model's matrices."""
     num_ranks: int = 1
@@ -91,11 +91,6 @@ class Settings:
             raise ConfigError("warm start: every weight is trained with the rows shared out, not the matrices", hint="use adapters")
         if self.model == FRESH and (self.mode != "full" or self.environment != "search" or self.dialogues):
             raise ConfigError("warm start: random weights learn the demo's task, all of them", hint="use `--full` and environment search")
-
-    @property
-    def adapts_experts(self) -> bool:
-        """Whether experts get adapters."""
-        return self.experts and self.split == "data"
 
     @property
     def deciding(self) -> dict[str, object]:

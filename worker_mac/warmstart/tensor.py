@@ -2,7 +2,7 @@
 
 Convolutions, norms, routers, embedding and logits are whole on every rank. Families for which mlx_lm knows how to split
 itself do so; for LFM2 and LFM2-MoE, for which it does not, this file says how. Adapters stand on the split matrices of
-attention and dense blocks and on whole convolution projections; experts of a split policy have none.
+attention, dense blocks and experts, and on whole convolution projections.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,16 @@ from mlx.utils import tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from stoa.contracts.errors import UsageError
-from worker_mac.sharded_lora import BY_INPUTS, BY_OUTPUTS, AllToShardedLoRALinear, ShardedToAllLoRALinear, take_slice, total_gradient
+from worker_mac.sharded_lora import (
+    BY_INPUTS,
+    BY_OUTPUTS,
+    STACKS,
+    AllToShardedLoRALinear,
+    ShardedToAllLoRALinear,
+    stack_adapter,
+    take_slice,
+    total_gradient,
+)
 from worker_mac.warmstart.policy import GROUP_SIZE, Fresh
 from worker_mac.warmstart.settings import Settings
 
@@ -54,6 +63,12 @@ def add_adapters(model: Any, fresh: Sequence[Fresh], settings: Settings, group: 
             adapter = ShardedToAllLoRALinear(base, rank=settings.rank, scale=settings.scale, group=group)
             adapter.lora_a, adapter.lora_b = take_slice(lora_a, 0, group), lora_b
             axes[f"{path}.lora_a"] = 0
+        elif isinstance(base, STACKS):
+            adapter = stack_adapter(path)(base, rank=settings.rank, scale=settings.scale, group=group)
+            halves = {"lora_a": lora_a, "lora_b": lora_b}
+            halves[adapter.split_half] = take_slice(halves[adapter.split_half], adapter.split_axis, group)
+            adapter.update(halves)
+            axes[f"{path}.{adapter.split_half}"] = adapter.split_axis
         elif isinstance(base, nn.Linear | nn.QuantizedLinear):
             adapter = LoRALinear.from_base(cast(nn.Linear, base), r=settings.rank, scale=settings.scale)
             adapter.lora_a, adapter.lora_b = lora_a, lora_b

@@ -20,13 +20,13 @@ from worker_mac.warmstart.settings import Settings
 
 def learn(folder: Path, out: Path, ranks: Ranks, num_steps: int, bits: int) -> None:
     assert ranks.group is not None
-    # Only what any model of mlx_lm offers: load, quantise, split itself, and the two layers of sharded_lora.
+    # Only what any model of mlx_lm offers: load, quantise, split itself, and the layers of sharded_lora.
     model, config = load_model(folder)
     policy.quantise(model, bits)
     model.shard(ranks.group)
     model.freeze()
     mx.random.seed(3)
-    paths = add_sharded_adapters(model, rank=4, scale=2.0, group=ranks.group)
+    paths = add_sharded_adapters(model, rank=4, scale=2.0, group=ranks.group, experts=True)
     axes = dict(split_halves(model))
     settings = Settings(model="", out="", state="", split="tensor", num_ranks=2, learning_rate=3e-3, num_steps=200, num_warmup_steps=1)
     learner = Learner(policy.Policy(model), settings, ranks, hosts=[Host(1.0, 64)] * 2, rows_at=lambda length: 2, split_axes=axes)

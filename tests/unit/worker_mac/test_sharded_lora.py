@@ -1,4 +1,4 @@
-"""The two sharded layers, on a llama of mlx_lm split over two real ring processes, at 4 and 8 bits."""
+"""The sharded layers, on a qwen3_moe of mlx_lm split over two real ring processes, at 4 and 8 bits."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama
+from mlx_lm.models import qwen3_moe
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model
 
@@ -18,33 +18,46 @@ from stoa.config.load import PROJECT_ROOT, child_environment
 from worker_mac.sharded_lora import local_sizes
 from worker_mac.warmstart import policy
 
-LLAMA = {
-    "model_type": "llama",
+MOE = {
+    "model_type": "qwen3_moe",
     "hidden_size": 128,
     "num_hidden_layers": 1,
-    "intermediate_size": 256,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 32,
     "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 512,
     "vocab_size": 128,
     "tie_word_embeddings": True,
 }
 
 
-def write_llama(folder: Path) -> None:
+def write_moe(folder: Path) -> None:
     mx.random.seed(0)
-    model = llama.Model(llama.ModelArgs.from_dict(LLAMA))
+    model = qwen3_moe.Model(qwen3_moe.ModelArgs.from_dict(MOE))
     folder.mkdir()
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    weights = dict(tree_flatten(model.parameters()))
+    for name in [one for one in weights if ".switch_mlp." in one]:
+        stack, block = weights.pop(name), name.replace(".switch_mlp.", ".experts.{}.")
+        weights |= {block.format(expert): matrix for expert, matrix in enumerate(stack)}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    (folder / "config.json").write_text(json.dumps(MOE))
 
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks made of one llama: 100 steps over 4 bits, 10 over 8."""
+    """What two ranks made of one policy: 100 steps over 4 bits, 10 over 8."""
     folder = tmp_path_factory.mktemp("split")
-    write_llama(folder / "llama")
-    line = [sys.executable, "-m", "tests.unit.worker_mac.tensor_ranks", str(folder / "llama"), str(folder)]
+    write_moe(folder / "moe")
+    line = [sys.executable, "-m", "tests.unit.worker_mac.tensor_ranks", str(folder / "moe"), str(folder)]
     with ring(2) as environments:
         started = [subprocess.Popen(line, env=child_environment(each), cwd=PROJECT_ROOT) for each in environments]
         try:
@@ -62,13 +75,14 @@ def test_halves_that_are_whole_stay_equal_at_every_step(bits: int, num_steps: in
     assert told[0]["losses"][-1] < 0.9 * told[0]["losses"][0]
     # Seven matrices; one half of each is split, the other whole.
     assert len(told[0]["paths"]) == 7 and len(told[0]["axes"]) == 7 and told[0]["whole"] == 7
+    assert sum(".switch_mlp." in path for path in told[0]["paths"]) == 3
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_gathered_adapters_load_in_stock_mlx_lm(bits: int, learned: Path) -> None:
     ranks = [np.load(learned / f"rank-{rank}-{bits}.npz") for rank in range(2)]
     assert all(np.array_equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
-    stock, _ = load_model(learned / "llama")
+    stock, _ = load_model(learned / "moe")
     policy.quantise(stock, bits)
     linear_to_lora_layers(stock, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
     stock.load_weights([(name, mx.array(ranks[0][name])) for name in ranks[0] if name != "logits"], strict=False)
