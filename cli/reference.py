@@ -6,13 +6,14 @@ the settings, metrics, errors and messages themselves. A test holds the pages th
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from cli import say
 from cli.say import Exit
@@ -112,6 +113,42 @@ def messages() -> str:
     return "".join(parts)
 
 
+def outputs() -> str:
+    """What `--json` prints, command by command."""
+    from cli.outputs import OUTPUTS, load
+
+    words = "One object a command on standard output, with these keys; talk goes to standard error. Sizes are bytes, times seconds."
+    parts = [_HEAD.format(source="cli/outputs.py and the classes it names", title="JSON", words=words)]
+    named: list[str] = []
+    for name, output in OUTPUTS.items():
+        parts.append(f"\n## stoa {name}\n\n{'A list of such objects.' if output.is_list else 'An object.'}\n\n| key | |\n|---|---|\n")
+        parts += [f"| `{key}` | {_cell(said)}{_of(output.rows.get(key, ''))} |\n" for key, said in output.own.items()]
+        if output.kind:
+            out = f", without {', '.join(output.without)}" if output.without else ""
+            parts.append(f"| the fields{_of(output.kind)}{out} | |\n")
+        named += filter(None, (output.kind, *output.rows.values()))
+    for kind in _with_inner([load(name) for name in named]):
+        parts += _dataclasses(importlib.import_module(kind.__module__), kind.__name__)
+    return "".join(parts)
+
+
+def _of(kind: str) -> str:
+    return f" of [{kind.partition(':')[2]}](#{kind.partition(':')[2].lower()})" if kind else ""
+
+
+def _with_inner(kinds: list[Any]) -> list[Any]:
+    """The classes and those that their fields hold, each once, by name."""
+    found: dict[Any, None] = {}
+    left = list(kinds)
+    while left:
+        kind = left.pop(0)
+        if kind not in found:
+            found[kind] = None
+            hints = get_type_hints(kind)
+            left += [part for hint in hints.values() for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)]
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "commands.md": commands,
     "settings.md": settings,
@@ -119,6 +156,7 @@ PAGES: Final[dict[str, Callable[[], str]]] = {
     "errors.md": errors,
     "keys.md": object_keys,
     "messages.md": messages,
+    "json.md": outputs,
 }
 
 
@@ -194,13 +232,13 @@ def _value(value: object) -> str:
     return "{}" if value == {} else str(value)
 
 
-def _dataclasses(module: ModuleType) -> Iterator[str]:
-    """The messages of one module: their sentence, and each field with type, default and the text under it."""
+def _dataclasses(module: ModuleType, only: str = "") -> Iterator[str]:
+    """The dataclasses of one module, or one: their sentence, and each field with type, default and the text under it."""
     tree = ast.parse(inspect.getsource(module))
     nodes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     for name, node in nodes.items():
         kind: Any = getattr(module, name)
-        if not dataclasses.is_dataclass(kind):
+        if not dataclasses.is_dataclass(kind) or only not in ("", name):
             continue
         yield f"\n## {name}\n\n{_first(kind)}\n\n| field | type | default | |\n|---|---|---|---|\n"
         for position, item in enumerate(node.body):

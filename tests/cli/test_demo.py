@@ -6,10 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from cli.outputs import OUTPUTS, load
 
 STOA = (sys.executable, "-m", "cli.main")
 SHORT = ["--set", "evaluation.num_questions=16", "--set", "evaluation.num_questions_final=32", "--set", "evaluation.questions_a_part=16"]
@@ -61,7 +65,7 @@ def nothing_left(out: Path, seconds: float = 25.0) -> bool:
     return left_behind(out) == []
 
 
-def opened_again(out: Path, report: dict[str, object]) -> None:
+def opened_again(out: Path, report: dict[str, Any]) -> None:
     """The servers of a demo that has ended come up where they were, and what reads a run reads it as it was."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("STOA_", "AWS_"))}
     services = subprocess.Popen([*STOA, "services", "--demo", str(out)], stderr=subprocess.PIPE, text=True, env=env)
@@ -72,22 +76,33 @@ def opened_again(out: Path, report: dict[str, object]) -> None:
         assert done.returncode == 0, (command, done.stderr)
         return done.stdout
 
+    def told(command: str, *arguments: str) -> dict[str, Any]:
+        """With --json: the keys are those of the reference."""
+        tree = json.loads(look(*command.split(), *arguments, "--json"))
+        tree = tree[-1] if OUTPUTS[command].is_list else tree
+        assert set(tree) == OUTPUTS[command].keys(), command
+        for key, kind in OUTPUTS[command].rows.items():
+            assert {name for row in tree[key] for name in row} == {one.name for one in fields(load(kind))}, (command, key)
+        return tree
+
     try:
         while "Ctrl-C" not in (line := services.stderr.readline()):
             assert line, "it ended before both servers answered"
-        status = json.loads(look("status", "demo", "--json"))
+        status = told("status", "demo")
         assert (status["state"], status["step"], status["version"], status["waiting_for"]) == ("stopped", 8, 2, "")
         assert status["end_reason"] == report["end_reason"] == "all 8 steps are done"
-        assert {mac["host"]: mac["bytes_down"] for mac in status["macs"]} == {mac["host"]: mac["bytes_down"] for mac in report["macs"]}  # type: ignore[attr-defined]
-        again = json.loads(look("report", "demo", "--json", "--out", str(out / "again")))
+        assert {mac["host"]: mac["bytes_down"] for mac in status["macs"]} == {mac["host"]: mac["bytes_down"] for mac in report["macs"]}
+        again = told("report", "demo", "--out", str(out / "again"))
         for name in ("pass_at_1", "groups_trained", "audit", "bytes_pulled", "bytes_pushed", "delta_bytes_median", "trainer_idle_fraction"):
             assert again[name] == report[name], name
         look("live", "demo", "--snapshot", str(out / "live.svg"), "--every", "0.2")
         assert "all 8 steps are done" in (out / "live.svg").read_text().replace("&#160;", " ")
-        assert [one["version"] for one in json.loads(look("eval", "demo", "--json"))][-1] == 2
-        episode = json.loads(look("episode", "ls", "demo", "--json", "--limit", "1"))["episodes"][0]["id"]
-        assert "turn 1" in look("episode", "show", "demo", episode)
-        look("export", "demo", str(out / "exported"))
+        told("live", "demo")
+        assert told("eval", "demo")["version"] == 2
+        episode = told("episode ls", "demo", "--limit", "1")["episodes"][0]["id"]
+        assert told("episode show", "demo", episode)["turns"]
+        assert len(told("weights ls", "demo")["versions"]) == 3
+        told("export", "demo", str(out / "exported"))
     finally:
         services.send_signal(signal.SIGINT)
         services.communicate(timeout=30)
