@@ -19,7 +19,7 @@ _READ = frozenset(
     (  # noqa: SIM905 (a list would fill a page)
         "model_type vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers "
         "num_attention_heads num_key_value_heads conv_L_cache layer_types full_attn_idxs num_dense_layers num_experts "
-        "num_experts_per_tok use_expert_bias norm_topk_prob routed_scaling_factor rope_parameters rope_theta norm_eps "
+        "num_experts_per_tok use_expert_bias norm_topk_prob routed_scaling_factor rope_parameters rope_theta theta norm_eps "
         "max_position_embeddings block_ff_dim block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of "
         "head_dim"
     ).split(" ")
@@ -44,6 +44,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "attention_dropout": (0, 0.0),
     "hidden_act": ("silu",),
     "block_use_swiglu": (True,),
+    "use_pos_enc": (True,),
     "rope_scaling": (None,),
     "sliding_window": (None,),
     "is_decoder": (False,),
@@ -57,7 +58,6 @@ _TWINS: Mapping[str, str] = {
     "conv_dim_out": "hidden_size",
     "block_norm_eps": "norm_eps",
     "num_heads": "num_attention_heads",
-    "theta": "rope_theta",
 }
 
 
@@ -228,19 +228,33 @@ def _attention_layers(fields: _Fields, num_layers: int) -> tuple[int, ...]:
 
 
 def _rope_theta(fields: _Fields) -> float:
-    """`rope_parameters.rope_theta`, or `rope_theta` in older files. No default: libraries disagree about it."""
+    """`rope_parameters.rope_theta`, or `rope_theta` in older files; all that a file names must be one number.
+
+    No default, and none before another: libraries disagree about both, and a wrong one trains a wrong model without a word.
+    """
     rope = fields.values.get("rope_parameters")
     if rope is None:
-        return float(fields.number("rope_theta", float, 1.0))
+        place, theta = "rope_theta", float(fields.number("rope_theta", float, 1.0))
+    else:
+        place, theta = "rope_parameters.rope_theta", _nested_theta(fields, rope)
+    for name in ("rope_theta", "theta"):
+        value = fields.values.get(name)
+        if value is not None and value != theta:
+            said = float(value) if type(value) is int else value
+            raise ConfigError(
+                f"{fields.path}: {name} is {said!r}, {place} is {theta!r}",
+                hint="the model was trained with one of them: correct the file (LFM2 has 1000000.0, LFM2.5-8B-A1B 5000000.0)",
+            )
+    return theta
+
+
+def _nested_theta(fields: _Fields, rope: object) -> float:
     inner = _Fields(fields.path, rope if isinstance(rope, dict) else {})
     for field, value in inner.values.items():
         allowed = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0, "rope_theta": value}
         if value != allowed.get(field):
             raise fields.error(f"rope_parameters.{field}", f"is {value!r}, which is not supported")
-    theta = float(inner.number("rope_theta", float, 1.0))
-    if fields.values.get("rope_theta", theta) not in (None, theta):
-        raise fields.error("rope_theta", f"is {fields.values['rope_theta']!r}, but rope_parameters says {theta:g}")
-    return theta
+    return float(inner.number("rope_theta", float, 1.0))
 
 
 def _adjusted_ffn_size(fields: _Fields) -> int:

@@ -103,7 +103,10 @@ def test_the_dense_family_rounds_its_width_as_the_reference_does(tmp_path: Path)
         ({"norm_eps": float("nan")}, "norm_eps is nan, not a finite number"),
         ({"routed_scaling_factor": float("inf")}, "routed_scaling_factor is inf, not a finite number"),
         ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta is inf, not a finite number"),
-        ({"rope_theta": 1e6}, r"rope_theta is 1000000\.0, but rope_parameters says 5e\+06"),
+        ({"rope_theta": 1000000}, r"rope_theta is 1000000\.0, rope_parameters\.rope_theta is 5000000\.0"),
+        ({"rope_theta": "5e6"}, r"rope_theta is '5e6', rope_parameters\.rope_theta is 5000000\.0"),
+        ({"theta": 1e6}, r": theta is 1000000\.0, rope_parameters\.rope_theta is 5000000\.0"),
+        ({"use_pos_enc": False}, "use_pos_enc is False; only True is supported"),
         ({"layer_types": None, "full_attn_idxs": ["2"]}, "full_attn_idxs is .*, not numbers of layers"),
         ({"layer_types": None, "full_attn_idxs": [2.5]}, "full_attn_idxs is .*, not numbers of layers"),
     ],
@@ -129,6 +132,20 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
             read_model_config(tmp_path)
 
 
+def test_theta_may_be_said_under_every_name_as_long_as_it_is_one(tmp_path: Path) -> None:
+    assert read_model_config(write(tmp_path, MOE | {"rope_theta": 5000000, "theta": 5e6})).rope_theta == 5e6
+    assert read_model_config(write(tmp_path, MOE | {"rope_theta": None})).rope_theta == 5e6
+    old = {name: value for name, value in DENSE.items() if name not in ("rope_theta", "theta")}
+    new = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "full_attn_idxs": None, "use_pos_enc": True}
+    layers = ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)]
+    newer = read_model_config(write(tmp_path, old | new | {"layer_types": layers}))
+    assert newer.rope_theta == 1e6, "as the dense LFM2.5 models are published"
+    assert newer.attention_layers == (2, 5, 8, 10, 12, 14)
+
+
 def test_an_older_name_that_contradicts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"theta is 10000\.0; only the value of rope_theta is supported"):
+    with pytest.raises(ConfigError, match=r"theta is 10000\.0, rope_theta is 1000000\.0") as error:
         read_model_config(write(tmp_path, DENSE | {"theta": 1e4}))
+    assert "LFM2.5-8B-A1B 5000000.0" in error.value.hint
+    with pytest.raises(ConfigError, match=r"num_heads is 8; only the value of num_attention_heads is supported"):
+        read_model_config(write(tmp_path, DENSE | {"num_heads": 8}))
