@@ -34,6 +34,7 @@ from cli.processes import Child
 from cli.report.collect import Collector
 from cli.report.record import RunRecord, StepRow
 from stoa.bucket import keys
+from stoa.bucket.steps import StepManifest, read_step
 from stoa.contracts.errors import StoaError
 from stoa.telemetry import log as telemetry
 
@@ -42,9 +43,13 @@ EAGER, BALANCED, HUNGRY = 1.5, 1.0, 0.80
 NUM_VICTIMS: Final = 2
 """Macs in processes of their own."""
 KILL_EVERY_SECONDS: Final = 45.0
+PACE_SECONDS: Final = 15.0
+"""Between two looks at whether the trainer's steps come at the pace that was asked for."""
 STEPS_PER_VERSION, CHECKPOINT_EVERY = 4, 4
 SHOWN: Final = ("events_per_sweep", "history_per_hour", "cpu_seconds_per_sweep", "cpu_seconds_per_sweep_by_process")
 START_SECONDS: Final = 180.0
+JOIN_SECONDS: Final = 0.5
+"""The first two steps come within these, for each Mac, and four sweeps."""
 P_RIGHT: Final = 0.5
 WAITS: Final = ("room", "turn", "version", "run")
 """What a Mac waits for that is not the control plane's own time."""
@@ -131,6 +136,8 @@ class Run:
         self.facts = Facts(0.15, 0.3, 0.2)
         self.detection: list[float] = []
         self.step_seconds = 1.0
+        self._cycle_seconds = 1.0
+        self._last_step = ""
 
     async def start(self) -> None:
         """Trainer, swarm, victims; returns after the first steps."""
@@ -145,10 +152,11 @@ class Run:
         self._processes["macs"] = plant.start("swarm", "benchmarks.fleet_swarm", *arguments)
         for member in self.members[:NUM_VICTIMS]:
             self._processes[member["host"]] = plant.start_mac(member["host"], Play(**member["play"]))
-        deadline = time.monotonic() + START_SECONDS
+        longest = START_SECONDS + 4 * self._options.sweep_seconds + JOIN_SECONDS * self._options.macs
+        deadline = time.monotonic() + longest
         while (await self._step()) < 2:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no step within {START_SECONDS:.0f} s; logs are in {plant.folder}")
+                raise TimeoutError(f"no step within {longest:.0f} s; logs are in {plant.folder}")
             await asyncio.sleep(0.5)
 
     async def _step(self) -> int:
@@ -159,10 +167,30 @@ class Run:
 
     def set_pace(self, share: float, rate: float = 0.0) -> None:
         """Let the trainer take this share of `rate` usable groups a second, or of what the Macs should bring by their numbers."""
-        options, facts = self._options, self.facts
-        cycle = options.groups_per_step / ((rate or self._usable_rate()) * share)
-        self.step_seconds = max(0.05, cycle - facts.step_overhead_seconds - facts.hold_seconds / STEPS_PER_VERSION)
+        self._cycle_seconds = self._options.groups_per_step / ((rate or self._usable_rate()) * share)
+        self._set_step(self.facts.step_overhead_seconds + self.facts.hold_seconds / STEPS_PER_VERSION)
+
+    def _set_step(self, overhead_seconds: float) -> None:
+        """A step that with its share of everything between steps takes what was asked for."""
+        self.step_seconds = max(0.05, self._cycle_seconds - overhead_seconds)
         self._plant.set_pace(self.step_seconds)
+
+    async def keep_pace(self) -> None:
+        """For ever: where the machine makes what is between the steps longer or shorter, the pretended step makes up for it."""
+        while True:
+            await asyncio.sleep(PACE_SECONDS)
+            steps = await asyncio.to_thread(self._new_steps)
+            gaps = [row.started_at - row.wait_seconds - last.started_at - last.train_seconds for last, row in pairwise(steps)]
+            if len(gaps) >= 2 * STEPS_PER_VERSION:
+                self._set_step(statistics.fmean(gaps))
+
+    def _new_steps(self) -> list[StepManifest]:
+        """Manifests of the steps since the last call."""
+        store, found = self._plant.store, []
+        for key, _ in keys.ours((one.key for one in store.list(f"{keys.root(RUN)}steps/", self._last_step)), keys.parse_step):
+            found.append(read_step(store, RUN, key))
+            self._last_step = key
+        return found
 
     def _usable_rate(self) -> float:
         """What Macs can bring a second that are there, wait for nothing and are as slow as this machine makes them."""
@@ -271,26 +299,28 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
     await run.start()
     capacity = await _capacity(run, options, plant)
     run.set_pace(BALANCED, capacity)
+    keeping = asyncio.ensure_future(run.keep_pace())
     await asyncio.sleep(options.warm_minutes * 15)
-    balanced_pace, before = run.step_seconds, await run.snapshot()
+    before = await run.snapshot()
     await run.kill_victims(options.minutes * 60)
     after = await run.snapshot()
     seconds, load = after.at - before.at, os.getloadavg()
     steady = trained(window_steps(record_of(plant), before.at, after.at), seconds)
     facts = facts_of(plant, run.members, before, after)
     run.set_pace(HUNGRY, max(capacity, steady["groups_trained_per_hour"] / 3600.0))
-    hungry_pace = run.step_seconds
     await asyncio.sleep(options.hungry_minutes * 30)
     hungry_from = time.time()
     await asyncio.sleep(options.hungry_minutes * 60)
     hungry_to = time.time()
+    keeping.cancel()
     largest, where = await observer.largest_message(run.hosts[:20])
     macs = shares(before, after)
     hungry = trained(window_steps(record_of(plant), hungry_from, hungry_to), max(1.0, hungry_to - hungry_from))
     cost = control_cost(before, after, macs["sweeps"], run.hosts)
     rules = rules_of(plant.config, options.flat_fraction)
     cast = cast_of(run.members, rules)
-    predicted = [forecast(cast, replace(facts, step_seconds=pace)) for pace in (balanced_pace, hungry_pace)]
+    paces = [replace(facts, step_seconds=one["step_seconds"]) for one in (steady, hungry)]
+    predicted = [forecast(cast, pace) for pace in paces]
     return {
         "macs": options.macs,
         **{name: cost[name] for name in SHOWN},
@@ -300,7 +330,7 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
         "discarded_fraction": steady["discarded_fraction"],
         "trainer_idle_share": hungry["trainer_idle_share"],
         "trainer_idle_share_balanced": steady["trainer_idle_share"],
-        "macs_to_saturate": macs_to_saturate(cast, replace(facts, step_seconds=balanced_pace)),
+        "macs_to_saturate": macs_to_saturate(cast, paces[0]),
         "grant_wait_share": macs["grant_wait_share"],
         "mac_idle_share": macs["mac_idle_share"],
         "mac_away_share": round(away_share(plant.folder / "logs" / "swarm.log", before.at, after.at, options.macs), 4),
@@ -312,8 +342,8 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
         "run_state_bytes_1000_macs": run_state_bytes(1000),
         "run_state_bytes_1000_macs_longest_names": run_state_bytes(1000, host_characters=48, place_characters=40),
         "sweeps_per_hour": round(macs["sweeps"] * 3600 / seconds),
-        "balanced": {"step_seconds": round(balanced_pace, 3), "measured": steady, "predicted": predicted[0]},
-        "hungry": {"step_seconds": round(hungry_pace, 3), "measured": hungry, "predicted": predicted[1]},
+        "balanced": {"measured": steady, "predicted": predicted[0]},
+        "hungry": {"measured": hungry, "predicted": predicted[1]},
         "prediction_error": prediction_errors(steady, macs, hungry, predicted),
         "facts_given_to_the_simulation": asdict(facts),
         "rules": asdict(rules),

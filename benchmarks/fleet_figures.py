@@ -71,6 +71,7 @@ def trained(steps: Sequence[StepRow], seconds: float) -> dict[str, Any]:
     came = num + dropped.total() + refused.total()
     return {
         "steps": len(steps),
+        "step_seconds": round(busy / max(1, len(steps)), 3),
         "steps_per_hour": round(len(steps) * 3600 / seconds, 1),
         "groups_trained_per_hour": round(num * 3600 / seconds, 1),
         "trainer_idle_share": round(waits / max(1e-9, waits + busy), 4),

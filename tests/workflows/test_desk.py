@@ -37,6 +37,8 @@ from stoa.contracts.fleet_messages import (
     ReleaseRequest,
     SessionInput,
     SessionStatus,
+    Standing,
+    StandingQuery,
 )
 from stoa.contracts.ports import Progress
 from tests.workflows.test_mac_session import only
@@ -213,3 +215,30 @@ async def test_mac_of_an_old_build_is_refused_with_the_version_to_install(client
     assert not answer.ok  # type: ignore[attr-defined]
     assert "pip install -U 'stoa>=0.1.0'" in answer.reason  # type: ignore[attr-defined]
     assert await do(desk.admit_mac, AdmitRequest(f"r{uuid.uuid4().hex[:8]}", "mac-1", "0.1.0")) == Admitted()
+
+
+@workflow.defn(name="StandingStub", sandboxed=False)
+class StandingStub:
+    """Says of every Mac that it may play."""
+
+    @workflow.run
+    async def run(self) -> None:
+        await workflow.wait_condition(lambda: False)
+
+    @workflow.query(name=names.STANDING_QUERY)
+    def standing(self, question: StandingQuery) -> Standing:
+        """For any host."""
+        return Standing("", question.host, "free", "")
+
+
+async def test_hundreds_of_macs_that_join_at_once_are_all_answered(client: Client) -> None:
+    run = f"r{uuid.uuid4().hex[:8]}"
+    workflow_id = names.run_workflow_id(run)
+    desk = FleetActivities(client, client, Engines(), None)  # type: ignore[arg-type]
+    async with make_worker(client, run, workflows=(StandingStub,)):
+        handle = await client.start_workflow(StandingStub.run, id=workflow_id, task_queue=run)
+        try:
+            answers = await asyncio.gather(*(do(desk.admit_mac, AdmitRequest(run, f"mac-{i}", "0.1.0")) for i in range(200)))
+        finally:
+            await handle.terminate()
+    assert answers == [Admitted()] * 200
