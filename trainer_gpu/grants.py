@@ -18,7 +18,7 @@ from stoa.bucket.revocations import Revoked
 from stoa.bucket.steps import StepManifest, lineage, read_drop_notes, read_step
 from stoa.bucket.store import Store
 from stoa.bucket.tickets import Mint
-from stoa.config.run import RunConfig
+from stoa.config.run import MOST_GROUPS, RunConfig
 from stoa.contracts.errors import FormatError, ObjectMissingError
 from stoa.contracts.fleet_messages import Grant, GrantRequest, WaitsFor
 from stoa.contracts.ports import Progress
@@ -110,6 +110,8 @@ class GrantKeeper:
         """See `ports.Granter`. An empty grant says what it waits for. Raises FormatError for a request of another run."""
         if request.run != self._run:
             raise FormatError(f"this control process serves run {self._run}, not {request.run}")
+        # A Mac says how many it wants: a grant of millions would fill a message, the bucket and all the room there is.
+        request = replace(request, num_groups=min(max(request.num_groups, 1), MOST_GROUPS))
         with self._lock:
             answer = self._refused(request) or self._granted(request)
         progress.report(answer.reason or f"granted {len(answer.question_ids)} groups", version=self._head.version if self._head else -1)

@@ -53,7 +53,7 @@ class MacSessionWorkflow:
 
     @workflow.init
     def __init__(self, given: SessionInput) -> None:
-        self._given = given
+        self._given = session_plan.within_bounds(given)
         self._clock = TaskClock()
         self._state = first_session_progress(given)
         self._parts: list[EvalPart] = []

@@ -5,7 +5,7 @@ Who is live, what a lost or failed sweep means, how long to hold. Nothing is awa
 
 import math
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 from stoa.contracts.fleet_messages import (
     Admitted,
@@ -22,6 +22,7 @@ from stoa.contracts.fleet_messages import (
 )
 from workflows.state import SessionProgress, Totals
 
+Number = TypeVar("Number", int, float)
 MAX_BACKOFF_SECONDS: Final = 300.0
 MAX_EMPTY_SECONDS: Final = 10.0
 MIN_EMPTY_SECONDS: Final = 0.5
@@ -38,17 +39,39 @@ MAX_AHEAD_BYTES: Final = 11_000
 """Of the grants that go with one sweep: a message may have 16 KiB."""
 MIN_WAIT_SECONDS: Final = 10.0
 MAX_WAIT_SECONDS: Final = 120.0
+MAX_GROUPS: Final = 64
+"""What a Mac may ask for at a time, as in `rollout.groups`."""
+MAX_GROUP_SIZE: Final = 64
+DAY_SECONDS: Final = 86_400.0
 SLOW_SHARE: Final = 0.25
 """What takes more of a sweep's time than this is why a Mac is slow."""
 LOST: Final = frozenset({"heartbeat", "schedule_to_start"})
 """Timeouts that mean the Mac itself is gone; a sweep that is only too slow is redone like a failed one."""
 
 
+def within_bounds(given: SessionInput) -> SessionInput:
+    """`given` with numbers that activities and histories can have: they come from a Mac, which may say anything."""
+    return replace(
+        given,
+        groups=_between(given.groups, 1, MAX_GROUPS),
+        group_size=_between(given.group_size, 1, MAX_GROUP_SIZE),
+        sweep_timeout_seconds=_between(given.sweep_timeout_seconds, 1.0, DAY_SECONDS),
+        heartbeat_seconds=_between(given.heartbeat_seconds, 1.0, 3600.0),
+        away_expiry_seconds=_between(given.away_expiry_seconds, 1.0, 365 * DAY_SECONDS),
+        continue_after_events=_between(given.continue_after_events, 10, 10_000),
+    )
+
+
+def _between(value: Number, low: Number, high: Number) -> Number:
+    """The nearest in [low, high]; `low` for what is no number."""
+    return min(max(value, low), high) if value == value else low
+
+
 def on_hello(state: SessionProgress, hello: Hello, now: float) -> SessionProgress:
     """A Mac is here. The live one again: noted. Another one: it waits until the live one is away or silent."""
     if state.state in ("ended", "refused"):
         return state
-    state = replace(state, invite=hello.invite or state.invite, groups=hello.groups or state.groups)
+    state = replace(state, invite=hello.invite or state.invite, groups=_asked(hello.groups, state))
     if state.state == "away":
         return _live(state, hello.nonce, now)
     if state.state in ("quarantined", "drained") and hello.nonce != state.nonce:
@@ -56,6 +79,11 @@ def on_hello(state: SessionProgress, hello: Hello, now: float) -> SessionProgres
     if hello.nonce == state.nonce:
         return replace(state, seen_at=now)
     return replace(state, candidate=hello.nonce, candidate_at=now if hello.nonce != state.candidate else state.candidate_at)
+
+
+def _asked(groups: int, state: SessionProgress) -> int:
+    """Groups to ask for from now on; 0 says nothing new."""
+    return _between(groups, 1, MAX_GROUPS) if groups else state.groups
 
 
 def _live(state: SessionProgress, nonce: str, now: float) -> SessionProgress:
@@ -200,7 +228,7 @@ def on_result(state: SessionProgress, result: SweepResult, now: float) -> Sessio
         ready_at=now,
         waits_for="",
         unsent=tuple(key[:MAX_TEXT] for key in result.unsent[:MAX_UNSENT]),
-        groups=result.groups or state.groups,
+        groups=_asked(result.groups, state),
         heat=result.heat[:16],
     )
     match result.status:

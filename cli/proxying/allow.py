@@ -7,10 +7,10 @@ refused by its name alone.
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Final, cast
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any, Final, Literal, cast, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import DecodeError, Message
 from temporalio.api.common.v1 import Payloads
@@ -34,7 +34,7 @@ from cli.proxying.refusal import Code, RefusedError, denied, invalid
 from cli.proxying.task_token import read_task_token
 from stoa.bucket.invite import Pass
 from stoa.contracts import names
-from stoa.contracts.fleet_messages import Goodbye, Hello, SessionInput
+from stoa.contracts.fleet_messages import Goodbye, Hello, SessionInput, SweepResult
 
 SERVICE: Final = "/temporal.api.workflowservice.v1.WorkflowService/"
 MAX_REQUEST_BYTES: Final = 64 * 1024
@@ -42,6 +42,9 @@ MAX_REQUEST_BYTES: Final = 64 * 1024
 _SMALL_BYTES: Final = 8 * 1024
 _MAX_TEXT: Final = 300
 _MAX_SECONDS: Final = 30 * 86_400.0
+_MAX_RESULT_TEXT: Final = 4000
+_MAX_RESULT_NUMBER: Final = 1e15
+_MAX_ITEMS: Final = 256
 _ENCODING: Final = b"json/plain"
 MAC_ACTIVITIES: Final = frozenset({names.SWEEP, names.NOTICE})
 """What a session asks of its Mac; everything else it asks of the control process."""
@@ -143,6 +146,13 @@ def _own_task(request: Any, caller: Pass, place: Place) -> None:
         raise denied("the task is not one of yours")
 
 
+def _own_result(request: RespondActivityTaskCompletedRequest, caller: Pass, place: Place) -> None:
+    """Also what a sweep did must be readable: a session that cannot read its Mac's answer is stuck."""
+    _own_task(request, caller, place)
+    if request.HasField("result") and read_task_token(request.task_token).activity_type == names.SWEEP:
+        _document(request.result, SweepResult, _is_result)
+
+
 def _worker_heartbeat(request: RecordWorkerHeartbeatRequest, caller: Pass, place: Place) -> None:
     _same_namespace(request, caller, place)
     for beat in request.worker_heartbeat:
@@ -170,12 +180,12 @@ def _hello(request: SignalWithStartWorkflowExecutionRequest, caller: Pass, place
         WorkflowIdReusePolicy.WORKFLOW_ID_REUSE_POLICY_ALLOW_DUPLICATE,
     ):
         raise denied("a session that has ended is started again")
-    session = _document(request.input, SessionInput)
+    session = _document(request.input, SessionInput, _is_modest)
     if (session.get("run"), session.get("host")) != (caller.run, caller.host):
         raise denied("a session of another Mac")
     if any(session.get(name) for name in ("totals", "next_sweep", "nonce")) or session.get("continue_after_events", 2000) != 2000:
         raise denied("a session remembers by itself")
-    hello = _document(request.signal_input, Hello)
+    hello = _document(request.signal_input, Hello, _is_modest)
     if (hello.get("host"), hello.get("invite")) != (caller.host, caller.invite):
         raise denied("hello of another Mac")
 
@@ -185,12 +195,12 @@ def _goodbye(request: SignalWorkflowExecutionRequest, caller: Pass, place: Place
     own = names.session_workflow_id(caller.run, caller.host)
     if (request.workflow_execution.workflow_id, request.signal_name) != (own, names.GOODBYE):
         raise denied("a Mac says goodbye to its own session, and signals no other workflow")
-    if _document(request.input, Goodbye).get("host") != caller.host:
+    if _document(request.input, Goodbye, _is_modest).get("host") != caller.host:
         raise denied("goodbye of another Mac")
 
 
-def _document(payloads: Payloads, kind: type) -> Mapping[str, object]:
-    """The one JSON object of a message, of which every field is `kind`'s, short and finite. Raises RefusedError."""
+def _document(payloads: Payloads, kind: type, is_fit: Callable[[object], bool]) -> Mapping[str, object]:
+    """The one JSON object of a message, of which every field is `kind`'s, of its type, and fit. Raises RefusedError."""
     if len(payloads.payloads) != 1 or payloads.payloads[0].metadata.get("encoding") != _ENCODING:
         raise invalid(f"not one {kind.__name__} as JSON")
     try:
@@ -200,17 +210,45 @@ def _document(payloads: Payloads, kind: type) -> Mapping[str, object]:
     if not isinstance(tree, dict):
         raise invalid(f"a {kind.__name__} that is no object")
     document = cast(dict[str, object], tree)
-    unknown = document.keys() - {field.name for field in fields(kind)}
-    if unknown or not all(_is_plain(value) for value in document.values()):
+    types = _types(kind)
+    if document.keys() - types.keys() or not all(_is_of(value, types[name], is_fit) for name, value in document.items()):
         raise invalid(f"a {kind.__name__} with fields that are none")
+    missing = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING} - document.keys()
+    if missing:
+        raise invalid(f"a {kind.__name__} without {', '.join(sorted(missing))}")
     return document
 
 
-def _is_plain(value: object) -> bool:
-    """True for a short text, a flag, or a finite number that could be a count or a time."""
+@cache
+def _types(kind: type) -> Mapping[str, object]:
+    return get_type_hints(kind)
+
+
+def _is_of(value: object, wanted: object, is_fit: Callable[[object], bool]) -> bool:
+    """True for a fit value of a field's type: text, a flag, a number, one of a few words, or a short list of these."""
+    if get_origin(wanted) is Literal:
+        return value in get_args(wanted)
+    if get_origin(wanted) is tuple:
+        item = get_args(wanted)[0]
+        return isinstance(value, list) and len(value) <= _MAX_ITEMS and all(_is_of(one, item, is_fit) for one in cast(list[object], value))
+    if wanted is bool:
+        return isinstance(value, bool)
+    types = {str: str, int: int, float: int | float}.get(cast(type, wanted))
+    return types is not None and isinstance(value, types) and not isinstance(value, bool) and is_fit(value)
+
+
+def _is_modest(value: object) -> bool:
+    """True for a short text, or a finite number that could be a count or a time."""
     if isinstance(value, str):
         return len(value) <= _MAX_TEXT and value.isprintable()
-    return isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= _MAX_SECONDS
+    return isinstance(value, int | float) and 0 <= value <= _MAX_SECONDS
+
+
+def _is_result(value: object) -> bool:
+    """The same for what is counted over a sweep: bytes, and a mean that may be below zero."""
+    if isinstance(value, str):
+        return len(value) <= _MAX_RESULT_TEXT
+    return isinstance(value, int | float) and -_MAX_RESULT_NUMBER <= value <= _MAX_RESULT_NUMBER
 
 
 _TASK: Final = frozenset({"task_token", "identity", "namespace", "resource_id", "worker_version"})
@@ -225,7 +263,7 @@ METHODS: Final[Mapping[str, Method]] = {
     ),
     "RecordActivityTaskHeartbeat": Method(RecordActivityTaskHeartbeatRequest, _own_task, _TASK | {"details"}),
     "RespondActivityTaskCompleted": Method(
-        RespondActivityTaskCompletedRequest, _own_task, _TASK | {"result"}, MAX_REQUEST_BYTES, is_seldom=True
+        RespondActivityTaskCompletedRequest, _own_result, _TASK | {"result"}, MAX_REQUEST_BYTES, is_seldom=True
     ),
     "RespondActivityTaskFailed": Method(
         RespondActivityTaskFailedRequest, _own_task, _TASK | {"failure", "last_heartbeat_details"}, MAX_REQUEST_BYTES, is_seldom=True

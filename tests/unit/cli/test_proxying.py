@@ -2,6 +2,7 @@
 
 import base64
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ from cli.proxying.refusal import Code, RefusedError
 from cli.proxying.task_token import MAX_BYTES, TaskToken, read_task_token
 from stoa.bucket.invite import PASS_FORMAT, BucketDoor, Pass, TemporalDoor, write_invite
 from stoa.bucket.manifest import Signer
-from stoa.contracts.fleet_messages import Hello, SessionInput
+from stoa.contracts.fleet_messages import Hello, SessionInput, SweepResult
 
 PLACE = Place("demo", "mac", "a9cb20a4-3fc7-4bbe-9c12-e18bd2dfb122")
 CALLER = Pass(PASS_FORMAT, "demo", "mac-1", "mac-1.0123abcd", 0, 2_000_000_000)
@@ -103,8 +104,6 @@ def as_json(value: object) -> Payloads:
 
 
 def hello(session: dict[str, object] | None = None, said: dict[str, object] | None = None, **changes: object) -> bytes:
-    from dataclasses import asdict
-
     request = SignalWithStartWorkflowExecutionRequest(
         namespace="mac",
         workflow_id="mac-demo-mac-1",
@@ -136,6 +135,14 @@ def test_a_hello_as_the_worker_says_it_passes() -> None:
         hello({"heartbeat_seconds": 1e300}),
         hello({"heartbeat_seconds": -1}),
         hello({"groups": [1]}),
+        hello({"groups": "eight"}),
+        hello({"groups": 1.5}),
+        hello({"groups": True}),
+        hello({"heartbeat_seconds": "30"}),
+        hello({"heartbeat_seconds": float("nan")}),
+        hello({"place": 7}),
+        hello(said={"nonce": 5}),
+        hello(said={"groups": None}),
         hello({"place": "x" * 5000}),
         hello({"place": "\x1b[31m"}),
         hello({"stranger": 1}),
@@ -206,10 +213,45 @@ def test_a_server_that_does_not_tell_its_namespaces_id_is_trusted_to_look() -> N
 def test_requests_have_a_size_by_method() -> None:
     large = PollActivityTaskQueueRequest(namespace="mac", task_queue={"name": "mac-demo-mac-1"}, identity="x" * 9000)
     assert refused("PollActivityTaskQueue", large.SerializeToString()).code is Code.RESOURCE_EXHAUSTED
-    result = RespondActivityTaskCompletedRequest(namespace="mac", task_token=token(), result=as_json("x" * 20_000))
+    full = {"status": "done", "sweep": 3, "purpose": "eval", "keys": ["evals/" + "k" * 200] * 90}
+    result = RespondActivityTaskCompletedRequest(namespace="mac", task_token=token(), result=as_json(full))
     passes("RespondActivityTaskCompleted", result)
     result.result.payloads[0].data = b"x" * MAX_REQUEST_BYTES
     assert refused("RespondActivityTaskCompleted", result.SerializeToString()).code is Code.RESOURCE_EXHAUSTED
+
+
+def completed(**changes: object) -> RespondActivityTaskCompletedRequest:
+    result = {**asdict(SweepResult("done", 3, version=7, reward_mean=-0.5, unsent=("groups/a",), reason="two\nlines")), **changes}
+    return RespondActivityTaskCompletedRequest(namespace="mac", task_token=token(), result=as_json(result))
+
+
+def test_a_sweeps_result_that_its_session_could_not_read_is_refused() -> None:
+    """A workflow that cannot read an answer tries for ever: its Mac would be counted as live, and hold its grants."""
+    passes("RespondActivityTaskCompleted", completed())
+    passes("RespondActivityTaskCompleted", completed(decode_seconds=12, bytes_down=5 * 10**12))
+    for name, value in (
+        ("status", "glorious"),
+        ("status", 5),
+        ("num_groups", "many"),
+        ("num_groups", 1.5),
+        ("num_groups", True),
+        ("decode_seconds", float("nan")),
+        ("decode_seconds", float("inf")),
+        ("decode_seconds", None),
+        ("bytes_up", 10**400),
+        ("keys", "groups/a"),
+        ("keys", [1]),
+        ("keys", ["k"] * 300),
+        ("unasked", 1),
+        ("reason", "x" * 5000),
+        ("stranger", 1),
+    ):
+        code = refused("RespondActivityTaskCompleted", completed(**{name: value}).SerializeToString()).code
+        assert code is Code.INVALID_ARGUMENT, (name, value)
+    bare = RespondActivityTaskCompletedRequest(namespace="mac", task_token=token(), result=as_json({"sweep": 3}))
+    assert "without status" in refused("RespondActivityTaskCompleted", bare.SerializeToString()).message
+    # The owner's notice has no result of this kind.
+    passes("RespondActivityTaskCompleted", RespondActivityTaskCompletedRequest(namespace="mac", task_token=token(activity_type="notice")))
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,12 @@ def test_paused_run_grants_nothing_and_says_so(handle: RunHandle) -> None:
     assert (answer.question_ids, answer.run_state) == ((), "paused")
 
 
+@pytest.mark.parametrize(("asked", "granted"), [(10**9, 64), (0, 1), (-5, 1)])
+def test_mac_that_asks_for_an_absurd_number_of_groups_gets_what_a_mac_may_have(handle: RunHandle, asked: int, granted: int) -> None:
+    head(handle)
+    assert len(ask(keeper(handle), "a", 0, num=asked).question_ids) == granted
+
+
 def test_draining_run_waits_for_sweeps_that_are_played_and_not_for_those_granted_ahead(handle: RunHandle) -> None:
     writer = head(handle)
     desk = keeper(handle)

@@ -189,3 +189,17 @@ def test_grants_held_ahead_last_through_two_minutes_without_the_control_plane(sw
 def test_short_sweeps_are_held_ahead_as_far_as_a_message_and_the_ledger_go() -> None:
     assert plan.wanted_ahead(SessionProgress(sweep_seconds=1.0)) == plan.MAX_HELD_AHEAD == 5
     assert plan.wanted_ahead(SessionProgress()) == 1
+
+
+def test_numbers_that_a_mac_made_up_are_brought_within_bounds() -> None:
+    """A time of 0 makes an activity that the server does not take, and a session that tries for ever."""
+    honest = SessionInput("demo", "mac-1", groups=64, group_size=8, sweep_timeout_seconds=900.0, heartbeat_seconds=30.0)
+    assert plan.within_bounds(honest) == honest
+    absurd = SessionInput("demo", "mac-1", 10**9, -3, 0.0, float("nan"), 1e300, continue_after_events=0)
+    told = plan.within_bounds(absurd)
+    assert (told.groups, told.group_size, told.sweep_timeout_seconds, told.heartbeat_seconds) == (64, 1, 1.0, 1.0)
+    assert (told.away_expiry_seconds, told.continue_after_events) == (365 * 86_400.0, 10)
+    state = plan.on_hello(SessionProgress(), Hello("mac-1", "one", groups=10**9), 1.0)
+    assert state.groups == 64
+    assert plan.on_result(state, SweepResult("done", 0, groups=-7), 2.0).groups == 1
+    assert plan.on_result(state, SweepResult("done", 0), 2.0).groups == 64
