@@ -7,22 +7,38 @@ a folder by its path is `stoa.config.load`'s.
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Annotated, Final, cast
 
 import structlog
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from stoa.bucket.run_document import RunDocument, WeightFile
 from stoa.config.load import find_model_folder, state_base
 from stoa.config.run import RunConfig
-from stoa.contracts.errors import ConfigError, MissingExtraError, ModelMissingError, RunMismatchError
+from stoa.contracts.errors import CheckpointError, ConfigError, MissingExtraError, ModelMissingError, RunMismatchError
 
 MARK: Final = "stoa-model.json"
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?:@([0-9a-f]{40}))?")
 _WANTED: Final = ("*.json", "*.jinja", "*.safetensors")
 _CHUNK_BYTES: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """MARK: what was fetched, and what its weight files are."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    revision: str
+    files: Annotated[list[WeightFile], Field(min_length=1)]
+
+
+_MARKED: Final = TypeAdapter(_Marked)
 
 log = structlog.get_logger()
 
@@ -48,7 +64,7 @@ def locate_model(config: RunConfig, *, endpoint: str | None = None) -> Path:
             hint=f'pin it: model = "{owner}/{name}@COMMIT", with the 40 characters of the commit from its page',
         )
     folder = state_base() / "models" / f"{owner}--{name}" / revision
-    if not (folder / MARK).is_file():
+    if not _is_whole(f"{owner}/{name}", revision, folder):
         fetch_model(f"{owner}/{name}", revision, folder, endpoint=endpoint)
     return folder
 
@@ -70,10 +86,32 @@ def fetch_model(name: str, revision: str, folder: Path, *, endpoint: str | None 
             f"{name}@{revision[:12]} is not on this host and cannot be fetched: {reason}",
             hint=f"where there is a network run `hf download {name} --revision {revision} --local-dir DIR`, then set model to that folder",
         ) from error
+    _mark(name, revision, folder)
+
+
+def _is_whole(name: str, revision: str, folder: Path) -> bool:
+    """Whether a model was fetched. Where only what was written down of it is torn, its files are looked at again: no network is needed."""
+    try:
+        return _noted(folder) is not None
+    except CheckpointError as error:
+        log.warning("model_mark_unusable", error=error.message)
+    try:
+        _mark(name, revision, folder)
+    except (CheckpointError, ConfigError) as error:
+        log.warning("model_unusable", error=error.message)
+        return False
+    return True
+
+
+def _mark(name: str, revision: str, folder: Path) -> None:
+    """Check a folder's files and write down what they are. Raises CheckpointError, ConfigError."""
     check_weights(folder)
     files = [{"name": f.name, "sha256": f.sha256, "num_bytes": f.num_bytes} for f in _hash_weights(folder)]
     part = folder / f"{MARK}.part"
-    part.write_text(json.dumps({"model": name, "revision": revision, "files": files}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"model": name, "revision": revision, "files": files}, indent=2, sort_keys=True) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # else a loss of power may leave the name without the content
     part.replace(folder / MARK)
     log.info("model_fetched", model=name, num_files=len(files), num_bytes=sum(cast(int, file["num_bytes"]) for file in files))
 
@@ -91,12 +129,37 @@ def check_weights(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> tuple[WeightFile, ...]:
-    """Names, hashes and sizes of a checkpoint's weights: as written down when it was fetched, else from the bytes."""
-    mark = folder / MARK
-    if not mark.is_file():
+    """Names, hashes and sizes of a checkpoint's weights: as written down when it was fetched, else from the bytes.
+
+    Raises CheckpointError if what was written down is torn, or of files that are not there in that size.
+    """
+    noted = _noted(folder)
+    if noted is None:
         return _hash_weights(folder)
-    noted = cast(Mapping[str, list[Mapping[str, str | int]]], json.loads(mark.read_text(encoding="utf-8")))
-    return tuple(WeightFile(str(file["name"]), str(file["sha256"]), int(file["num_bytes"])) for file in noted["files"])
+    for file in noted:
+        path = folder / file.name
+        if not path.is_file() or path.stat().st_size != file.num_bytes:
+            raise _unusable(folder, f"{file.name} is not there with its {file.num_bytes} bytes")
+    return noted
+
+
+def _noted(folder: Path) -> tuple[WeightFile, ...] | None:
+    """What was written down of a fetched model; None where nothing was. Raises CheckpointError as `weight_files`, but for sizes."""
+    try:
+        text = (folder / MARK).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _unusable(folder, str(error)) from error
+    try:
+        return tuple(_MARKED.validate_json(text).files)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise _unusable(folder, ": ".join((*map(str, first["loc"]), first["msg"]))) from error
+
+
+def _unusable(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{folder / MARK} cannot be used: {reason}", hint="delete that file: the model is then looked at anew")
 
 
 def check_weight_files(document: RunDocument, folder: Path) -> None:

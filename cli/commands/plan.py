@@ -94,14 +94,14 @@ def gpu(
     import json
     from dataclasses import asdict
 
-    from cli.plan.gpu import STANDARD, advice, read_model
+    from cli.plan.gpu import MOST_TOKENS, STANDARD, advice, read_model
     from cli.plan.gpu import plan as plan_machine
     from stoa.contracts.errors import UsageError
 
     if bool(gpus) != bool(memory_gb):
         raise UsageError("a machine needs both --gpus and --memory-gb", hint="leave both out for the usual machines")
-    if micro_batch_tokens < 1:
-        raise UsageError(f"--micro-batch-tokens {micro_batch_tokens}: a forward and backward pass has at least 1")
+    if not 1 <= micro_batch_tokens <= MOST_TOKENS:
+        raise UsageError(f"--micro-batch-tokens: a forward and backward pass has 1 to {MOST_TOKENS:,}")
     found = read_model(model)
     machines = ((gpus, memory_gb),) if gpus else STANDARD
     planned = [(num, size, plan_machine(found, num, size)) for num, size in machines]

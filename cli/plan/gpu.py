@@ -22,6 +22,11 @@ WEIGHT, GRADIENT, MASTER, MOMENT, MOMENT_BF16 = 2, 4, 4, 4, 2
 RESERVE_BYTES: Final = 4_000_000_000
 """Of one GPU: CUDA's context, communication buffers, kernels' workspaces."""
 MOST_GIGABYTES: Final = 1e6
+MOST_GPUS: Final = 65_536
+MOST_TOKENS: Final = 1_000_000_000
+MOST_LAYERS: Final = 1_024
+MOST_WIDE: Final = 1 << 24
+"""Largest of a model's other sizes; beyond these a number is a slip of the hand, and the answer would be none."""
 FRAGMENTATION: Final = 0.05
 """Share of memory an allocator loses."""
 HEAD_BYTES: Final = 201_326_592
@@ -129,7 +134,7 @@ class Line:
 
 
 def read_model(folder: Path | None) -> Model:
-    """The model of a checkpoint folder, or LFM2.5-8B-A1B. Raises CheckpointError, LayoutError."""
+    """The model of a checkpoint folder, or LFM2.5-8B-A1B. Raises CheckpointError, LayoutError; also for sizes that no model has."""
     if folder is None:
         return model_of("LFM2.5-8B-A1B", LFM2_5_8B_A1B)
     try:
@@ -138,7 +143,24 @@ def read_model(folder: Path | None) -> Model:
         raise CheckpointError(f"{folder}: no config.json to plan from ({error})", hint="name a checkpoint's folder") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder}/config.json: not a table")
-    return model_of(folder.name, {str(name): value for name, value in config.items()})
+    named = {str(name): value for name, value in config.items()}
+    _check_sizes(folder, named)
+    return model_of(folder.name, named)
+
+
+def _check_sizes(folder: Path, config: Mapping[str, object]) -> None:
+    """Raise CheckpointError for a whole number that no model of this kind has; what is missing or no number is for `layout_of`."""
+    sizes = {name: value for name in LFM2_5_8B_A1B if type(value := config.get(name)) is int}
+    bounds = {"num_hidden_layers": MOST_LAYERS, "num_dense_layers": sizes.get("num_hidden_layers", MOST_LAYERS)}
+    bounds["num_experts_per_tok"] = sizes.get("num_experts", MOST_WIDE)
+    for name, value in sizes.items():
+        least, most = (0 if name == "num_dense_layers" else 1), bounds.get(name, MOST_WIDE)
+        if not least <= value <= most:
+            raise CheckpointError(f"{folder}/config.json: {name} is {_short(value)}, not {least} to {most}", hint="correct the file")
+
+
+def _short(value: int) -> str:
+    return f"{value}" if abs(value) < 10**12 else f"{value:.0e}" if abs(value) < 10**300 else "beyond all numbers"
 
 
 def model_of(name: str, config: Mapping[str, object]) -> Model:
@@ -191,8 +213,11 @@ def _activation_bytes(config: Mapping[str, object], shapes: Mapping[str, tuple[i
 
 def plan(model: Model, num_gpus: int, gpu_gigabytes: float, *, overhead: float = FRAGMENTATION) -> list[Line]:
     """Every way on one machine, in the order of `WAYS`. Raises UsageError for a machine that cannot be."""
-    if num_gpus < 1 or not 0 < gpu_gigabytes <= MOST_GIGABYTES:
-        raise UsageError(f"{num_gpus} GPUs of {gpu_gigabytes:g} GB: not a machine")
+    if not 1 <= num_gpus <= MOST_GPUS or not 0 < gpu_gigabytes <= MOST_GIGABYTES:
+        raise UsageError(
+            f"{_short(num_gpus)} GPUs of {gpu_gigabytes:g} GB: not a machine",
+            hint=f"1 to {MOST_GPUS:,} GPUs of up to {MOST_GIGABYTES:,.0f} GB",
+        )
     lines: list[Line] = []
     for way in WAYS:
         share = math.gcd(model.num_experts, num_gpus) if way.shares_experts and model.num_experts else 1

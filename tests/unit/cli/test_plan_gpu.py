@@ -1,9 +1,11 @@
 """The memory plan of the trainer: totals by hand for LFM2.5-8B-A1B, what fits where, and refusals."""
 
+import json
+
 import pytest
 
 from cli.commands.plan import gpu
-from cli.plan.gpu import WAYS, Line, advice, plan, read_model
+from cli.plan.gpu import LFM2_5_8B_A1B, WAYS, Line, advice, plan, read_model
 from stoa.config.load import PROJECT_ROOT
 from stoa.config.run import Learning
 from stoa.contracts.errors import CheckpointError, UsageError
@@ -87,15 +89,17 @@ def test_room_grows_with_memory_and_is_whole_blocks() -> None:
     assert all(room % 256 == 0 for room in rooms)
 
 
-@pytest.mark.parametrize(("num_gpus", "size"), [(0, 80.0), (1, 0.0), (-2, 80.0), (1, float("nan")), (1, float("inf")), (1, 1e300)])
+@pytest.mark.parametrize(
+    ("num_gpus", "size"), [(0, 80.0), (1, 0.0), (-2, 80.0), (1, float("nan")), (1, float("inf")), (1, 1e300), (10**30, 80.0)]
+)
 def test_impossible_machine_is_wrong_use(num_gpus: int, size: float) -> None:
     with pytest.raises(UsageError):
         plan(MODEL, num_gpus, size)
 
 
-@pytest.mark.parametrize("tokens", [0, -5])
-def test_micro_batch_without_a_token_is_wrong_use(tokens: int) -> None:
-    with pytest.raises(UsageError, match="at least 1"):
+@pytest.mark.parametrize("tokens", [0, -5, 10**30])
+def test_micro_batch_that_cannot_be_is_wrong_use(tokens: int) -> None:
+    with pytest.raises(UsageError, match="has 1 to 1,000,000,000"):
         gpu(micro_batch_tokens=tokens)
 
 
@@ -107,3 +111,23 @@ def test_folder_without_a_config_is_told(tmp_path) -> None:
 def test_demo_policy_is_planned_from_its_folder() -> None:
     model = read_model(PROJECT_ROOT / "environments" / "search" / "policy")
     assert (model.num_parameters, model.num_experts) == (284_512, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, not 1 to 1024"),
+        ("hidden_size", 10**30, r"hidden_size is 1e\+30, not 1 to"),
+        ("hidden_size", 10**400, "hidden_size is beyond all numbers"),
+        ("vocab_size", -5, "vocab_size is -5"),
+        ("num_experts", 10**30, "num_experts is"),
+        ("num_experts_per_tok", 33, "num_experts_per_tok is 33, not 1 to 32"),
+        ("num_experts_per_tok", -4, "num_experts_per_tok is -4"),
+        ("num_dense_layers", 25, "num_dense_layers is 25, not 0 to 24"),
+        ("conv_L_cache", 0, "conv_L_cache is 0"),
+    ],
+)
+def test_size_that_no_model_has_is_told_at_once(name: str, value: int, said: str, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LFM2_5_8B_A1B, name: value}))
+    with pytest.raises(CheckpointError, match=said):
+        read_model(tmp_path)

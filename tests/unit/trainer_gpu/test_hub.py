@@ -179,3 +179,33 @@ def test_run_refuses_other_weights_than_it_was_started_with(moe_folder: Path, tm
     path.write_bytes(data)
     with pytest.raises(RunMismatchError, match="other weights"):
         check_weight_files(document, tmp_path / "model")
+
+
+TORN = ["", "{", "[]", '{"files": 3}', '{"model": "m", "revision": "r", "files": []}', b"\xff\xfe", '{"files": [{"name": "x"}]}']
+
+
+@pytest.mark.parametrize("torn", TORN)
+def test_torn_mark_is_named_and_mended_without_a_network(torn: str | bytes, hub: Hub) -> None:
+    folder = locate_model(config(), endpoint=hub.url)
+    noted, num_sent = weight_files(folder), len(hub.sent)
+    (folder / MARK).write_bytes(torn if isinstance(torn, bytes) else torn.encode())
+    with pytest.raises(CheckpointError, match=rf"{MARK} cannot be used: .+") as error:
+        weight_files(folder)
+    assert error.value.hint == "delete that file: the model is then looked at anew"
+    hub.shutdown()
+    assert locate_model(config(), endpoint=hub.url) == folder
+    assert weight_files(folder) == noted
+    assert len(hub.sent) == num_sent
+
+
+def test_torn_mark_beside_damaged_weights_is_no_whole_model(hub: Hub) -> None:
+    folder = locate_model(config(), endpoint=hub.url)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not there with its"):
+        weight_files(folder)
+    (folder / MARK).write_text("{")
+    hub.shutdown()
+    with pytest.raises((ModelMissingError, CheckpointError)):
+        locate_model(config(), endpoint=hub.url)
+    assert (folder / MARK).read_text() == "{"
