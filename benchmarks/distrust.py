@@ -1,8 +1,8 @@
 """Six honest Macs and four that cheat, on the trainer itself: how many sweeps until each cheat is suspected, and only they.
 
 Sweeps are played by MLX on the published weights, put into a real bucket under real grants, admitted and trained on by
-`TrainerEngine`; what it suspects is shut out from the next step on, as the run's workflow would do. There is no
-Temporal, and no time between two machines.
+`TrainerEngine`; whom it suspects is on trial from the next step on, as the run's workflow would decide, and sends canaries
+until a verdict. There is no Temporal, and no time between two machines.
 """
 
 import tempfile
@@ -53,6 +53,10 @@ class Caught:
     honest_suspected: tuple[str, ...]
     num_groups_sent: int
     num_steps: int
+    trusted_again: dict[str, int]
+    """Who was trusted again, after so many sweeps in all."""
+    failed: dict[str, str]
+    """Who was shut out for good, and why."""
 
     @property
     def sweeps_before_quarantine(self) -> int:
@@ -83,15 +87,28 @@ CHEATS: Final[dict[str, Cheat]] = {
 """Name of the Mac -> what it sends in place of the group that it should have, given what others sent."""
 
 
-def catch(store: Store | None = None, *, seed: int = 0, groups_a_sweep: int = 8) -> Caught:
-    """Play and train until every cheat is suspected, at most MOST_SWEEPS sweeps; on `store`, or a bucket of its own."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    seed: int
+    groups_a_sweep: int
+    framed: str
+    cheats: tuple[str, ...]
+
+
+def catch(store: Store | None = None, *, seed: int = 0, groups_a_sweep: int = 8, framed: str = "", cheats: Sequence[str] = ()) -> Caught:
+    """Play and train until every cheat is suspected, at most MOST_SWEEPS sweeps; on `store`, or a bucket of its own.
+
+    cheats: those that play, of CHEATS; none: all. framed: a Mac that is on trial from the first step on, whatever it does;
+    then play on until every trial has its verdict.
+    """
+    asked = _Asked(seed, groups_a_sweep, framed, tuple(cheats) or tuple(CHEATS))
     if store is not None:
-        return _catch(store, seed, groups_a_sweep)
+        return _catch(store, asked)
     with _own_bucket() as own:
-        return _catch(own, seed, groups_a_sweep)
+        return _catch(own, asked)
 
 
-def _catch(store: Store, seed: int, groups_a_sweep: int) -> Caught:
+def _catch(store: Store, asked: _Asked) -> Caught:
     config = load_run(DEMO, ())
     learning = config.learning.model_copy(update={"starved_seconds": 10.0, "intake_poll_seconds": 0.05})
     config = config.model_copy(update={"run": RUN, "model": str(POLICY), "bucket": store.settings, "learning": learning})
@@ -100,7 +117,7 @@ def _catch(store: Store, seed: int, groups_a_sweep: int) -> Caught:
     document = claim_run(store, new_run(config, signer, layout_id=demo_layout().layout_id, model_files=files), signer)
     trainer = TrainerEngine(RunHandle(store, document, signer, demo_environment(), POLICY, "distrust"))
     try:
-        return _Fleet(store, config, trainer, signer.public_key, seed, groups_a_sweep).play()
+        return _Fleet(store, config, trainer, signer.public_key, asked).play()
     finally:
         trainer.close()
 
@@ -108,7 +125,7 @@ def _catch(store: Store, seed: int, groups_a_sweep: int) -> Caught:
 class _Fleet:
     """Ten Macs in one process, and their trainer."""
 
-    def __init__(self, store: Store, config: RunConfig, trainer: TrainerEngine, public_key: str, seed: int, groups_a_sweep: int) -> None:
+    def __init__(self, store: Store, config: RunConfig, trainer: TrainerEngine, public_key: str, asked: _Asked) -> None:
         self._store, self._config, self._trainer, self._public_key = store, config, trainer, public_key
         self._quiet = Quiet()
         self._token = trainer.acquire(AcquireRequest(RUN, 1), 1, self._quiet).token
@@ -117,49 +134,65 @@ class _Fleet:
         self._past = [self._state.copy()]
         self._player = Player(self._state)
         self._questions = self._player.environment.question_ids("train")
-        self._chance = np.random.default_rng(seed)
-        self._seed, self._groups = seed, groups_a_sweep
+        self._chance = np.random.default_rng(asked.seed)
+        self._seed, self._groups = asked.seed, asked.groups_a_sweep
         self._book = GrantBook(store, RUN)
         self._num_asked = self._num_sent = self._step = 0
         self._sweeps: dict[str, int] = {}
         self._reasons: dict[str, str] = {}
+        self._framed, self._cheats = asked.framed, asked.cheats
+        self._on_trial = {asked.framed} if asked.framed else set[str]()
+        self._failed: dict[str, str] = {}
+        self._trusted: dict[str, int] = {}
 
     def play(self) -> Caught:
         """Sweep after sweep of every Mac that is not shut out, then steps while there are groups, then a version."""
-        hosts = [*(f"honest-{number}" for number in range(1, NUM_HONEST + 1)), *CHEATS]
-        for sweep in range(MOST_SWEEPS):
+        hosts = [*(f"honest-{number}" for number in range(1, NUM_HONEST + 1)), *self._cheats]
+        most = MOST_SWEEPS + (self._config.rollout.canary_sweeps if self._framed else 0)
+        for sweep in range(most):
             sent: list[Group] = []
-            for place, host in enumerate(host for host in hosts if host not in self._reasons):
-                sent += self._send(host, sweep, max(0, len(self._past) - 1 - (place + sweep) % 2), sent)
+            told: list[Group] = []
+            for place, host in enumerate(host for host in hosts if host not in self._failed):
+                honest = self._play(host, sweep, max(0, len(self._past) - 1 - (place + sweep) % 2))
+                told += [CHEATS[host](group, sent, self._chance) for group in honest] if host in CHEATS else honest
+                sent += honest
+            # As they come from a fleet: all Macs' first groups, then all second ones; a copy after what it is one of.
+            for group in sorted(told, key=lambda group: (group.host == "copies", group.group)):
+                self._store.create(key_of(group), encode_group(group))
+            self._num_sent += len(told)
             self._train(sweep + 1)
-            if set(CHEATS) <= set(self._reasons):
+            if set(self._cheats) <= set(self._reasons) and not (self._framed and self._on_trial):
                 break
             self._publish()
         honest = tuple(sorted(set(self._reasons) - set(CHEATS)))
-        return Caught(self._sweeps, self._reasons, honest, self._num_sent, self._step)
+        return Caught(self._sweeps, self._reasons, honest, self._num_sent, self._step, self._trusted, self._failed)
 
-    def _send(self, host: str, sweep: int, version: int, others: Sequence[Group]) -> list[Group]:
+    def _play(self, host: str, sweep: int, version: int) -> list[Group]:
         asked = tuple(self._questions[(self._num_asked + i) % len(self._questions)] for i in range(self._groups))
         self._book.write(GrantRecord(host, sweep, self._num_asked, asked, 0.0, 0))
         self._num_asked += self._groups
         size = self._config.rollout.group_size
         played = self._player.play(self._past[version], asked, group_size=size, version=version, sweep=self._num_asked, seed=self._seed)
-        honest = [replace(group, run=RUN, host=host, sweep=sweep) for group in played]
-        for group in honest:
-            told = CHEATS[host](group, others, self._chance) if host in CHEATS else group
-            self._store.create(key_of(group), encode_group(told))
-            self._num_sent += 1
-        return honest
+        return [replace(group, run=RUN, host=host, sweep=sweep) for group in played]
 
     def _train(self, num_sweeps: int) -> None:
         """Steps until nothing more is admitted, refused or used: two waits in a row end alike."""
         before = -1
         while True:
-            request = StepRequest(RUN, self._token, self._step + 1, WAIT_SECONDS, tuple(self._reasons))
+            tried, shut_out = tuple(sorted(self._on_trial)), (*self._failed, *sorted(self._on_trial))
+            request = StepRequest(RUN, self._token, self._step + 1, WAIT_SECONDS, shut_out, on_trial=tried)
             result = self._trainer.train_step(request, self._quiet)
             for suspect in result.suspects:
                 self._reasons[suspect.host] = suspect.reason
                 self._sweeps[suspect.host] = num_sweeps
+                self._on_trial.add(suspect.host)
+            for news in result.canaries:
+                if news.verdict:
+                    self._on_trial.discard(news.host)
+                if news.verdict == "failed":
+                    self._failed[news.host] = news.reason
+                elif news.verdict == "clean":
+                    self._trusted[news.host] = num_sweeps
             if result.status == "done":
                 self._step, before = result.step, -1
             elif result.num_missing == before:

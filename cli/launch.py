@@ -147,6 +147,7 @@ def run_input(config: RunConfig) -> RunInput:
         groups_per_step=config.learning.groups_per_step,
         starved_seconds=config.learning.starved_seconds,
         anchor_by_join_cost=config.publish.anchor_by_join_cost,
+        canary_sweeps=config.rollout.canary_sweeps,
     )
 
 

@@ -67,6 +67,13 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
+class Compare:
+    """How far the sampler's numbers of these groups are from the policy's as it is; each rank takes its share of their rows."""
+
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SendWire:
     """Hand over experts and pieces of masters while rank 0 reads the weights as they go on the wire."""
 
@@ -95,7 +102,7 @@ class End:
     """There will be no other command."""
 
 
-Command = Build | LoadBase | Restore | Train | SendWire | Save | TellRng | Tick | End
+Command = Build | LoadBase | Restore | Train | Compare | SendWire | Save | TellRng | Tick | End
 Lead = Callable[[Command], AbstractContextManager[None]]
 """Tells the other ranks a command; the work of rank 0 stands inside the block."""
 

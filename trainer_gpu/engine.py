@@ -27,6 +27,7 @@ from stoa.contracts.errors import (
 from stoa.contracts.messages import (
     Acquired,
     AcquireRequest,
+    CanaryNews,
     Checkpointed,
     CheckpointRequest,
     Published,
@@ -36,6 +37,8 @@ from stoa.contracts.messages import (
     Suspect,
 )
 from stoa.contracts.ports import Progress
+from stoa.learning.advantages import is_constant
+from stoa.learning.fleet import Sample
 from stoa.weights.publisher import Prepared
 from trainer_gpu import host
 from trainer_gpu.crew import Build, Lead, alone
@@ -50,6 +53,9 @@ from trainer_gpu.step_record import manifest_of
 
 CLOSE_SECONDS = 60.0
 """How long the version in flight is waited for when the process ends."""
+
+MAX_NEWS = 32
+"""Trials that one step tells of: a message is small. The others are told of by the next."""
 
 log = structlog.get_logger()
 
@@ -117,7 +123,8 @@ class TrainerEngine:
                 return lease.last_step
             self._check_step(lease, request.step - 1)
             self._check_flight(lease, progress)
-            lease.intake.quarantine(request.quarantined)
+            lease.intake.quarantine(request.quarantined, request.on_trial)
+            lease.trials.hold(request.on_trial, lease.intake.refused)
             progress.report("waiting for groups", version=lease.version, key=lease.step_manifest_key)
             taken = lease.intake.take(lease.version, progress, request.wait_seconds)
             if isinstance(taken, Starved):
@@ -125,6 +132,7 @@ class TrainerEngine:
                     "stopped" if taken.stopping else "starved", request.step, wait_seconds=taken.wait_seconds, reason=taken.reason,
                     num_missing=taken.num_missing, oldest_version=taken.oldest_version,
                     suspects=_suspects(lease, request.quarantined, lease.intake.refused),
+                    canaries=self._judge(lease, lease.intake.refused, progress),
                 )  # fmt: skip
             return self._train(lease, request, taken, progress)
 
@@ -168,6 +176,7 @@ class TrainerEngine:
         """One optimizer step and its manifest. If the manifest cannot be written, memory is ahead of the bucket: lost."""
         step = request.step
         config, policy = self._handle.config, self._built(progress)
+        canaries = self._judge(lease, taken.refused, progress)
         started = time.time()
         try:
             outcome = policy.train(
@@ -214,9 +223,30 @@ class TrainerEngine:
             train_seconds=train_seconds,
             alarm=alarms.pause,
             suspects=_suspects(lease, request.quarantined),
+            canaries=canaries,
         )
         log.info("step_done", step=step, version=lease.version, wait_seconds=taken.wait_seconds, train_seconds=train_seconds)
         return lease.last_step
+
+    def _judge(self, lease: Lease, refused: Sequence[Refused], progress: Progress) -> tuple[CanaryNews, ...]:
+        """Take what Macs on trial have sent into account, compared with the policy as it is; returns trials that have moved.
+
+        Groups with equal rewards are not compared, for none of the fleet's that are trained on has them.
+        """
+        lease.trials.charge(refused)
+        came = lease.intake.canaries()
+        told_apart = [(key, group) for key, group in came if not is_constant(group.rewards)]
+        if told_apart:
+            progress.report(f"comparing {len(told_apart)} canary groups", version=lease.version)
+            mismatches = self._built(progress).compare([group for _, group in told_apart])
+            for (key, group), mismatch in zip(told_apart, mismatches, strict=True):
+                lease.trials.saw(key, Sample(group.host, lease.version, lease.version - group.version, mismatch))
+        for key, _ in came:
+            lease.trials.saw(key, None)
+        news = lease.trials.news(lease.fleet.newest, MAX_NEWS)
+        for one in news:
+            log.warning("canaries_judged", host=one.host, num_clean=one.num_clean, verdict=one.verdict, reason=one.reason)
+        return tuple(CanaryNews(one.host, one.num_clean, one.verdict, one.reason) for one in news)
 
     def _publish(
         self, lease: Lease, policy: Policy, *, anchor: bool, announce: bool, checkpoint_key: str | None, progress: Progress

@@ -14,7 +14,7 @@ from stoa.bucket.store import Store
 from stoa.config.load import bucket_credentials
 from stoa.contracts.errors import LostStateError
 from trainer_gpu import host
-from trainer_gpu.crew import AGREED, Build, Command, End, Line, LoadBase, Restore, Save, SendWire, TellRng, Tick, Train
+from trainer_gpu.crew import AGREED, Build, Command, Compare, End, Line, LoadBase, Restore, Save, SendWire, TellRng, Tick, Train
 from trainer_gpu.hub import check_weight_files, locate_model
 from trainer_gpu.policy import Policy
 from trainer_gpu.run_handle import PATIENCE_SECONDS, check_model_files
@@ -59,6 +59,8 @@ class Follower:
                 self._policy.restore_parts(self._store, parts, rng)
             case Train(groups, version, step, planned_sequences):
                 self._policy.train(groups, version=version, step=step, planned_sequences=planned_sequences, on_row=lambda row: None)
+            case Compare(groups):
+                self._policy.compare(groups)
             case SendWire():
                 for _ in self._policy.wire_tensors():
                     pass

@@ -6,7 +6,7 @@ thread only fills; the engine's thread takes, settles or puts back. One Intake s
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -39,6 +39,8 @@ MAX_FETCHED_BYTES = 256 * 1024 * 1024
 """Objects that are fetched ahead of their admission take no more memory together, however many have arrived."""
 NOTE_AFTER_SECONDS = 1.0
 """A wait this long tells the admission ledger of dropped groups before the step's manifest can."""
+MAX_CANARIES = 32
+"""Groups of hosts on trial that wait to be compared: each costs a forward pass."""
 MAX_NAMED = 1024
 """Most groups that one step manifest, or one note, names as refused, and as many as dropped: the next ones name the others.
 
@@ -167,6 +169,8 @@ class Intake:
         """When the tallies began, and when those that are told of ended."""
         self._noted: set[str] = set()
         self._quarantined: frozenset[str] = frozenset()
+        self._on_trial: frozenset[str] = frozenset()
+        self._canaries: deque[tuple[str, Group]] = deque(maxlen=MAX_CANARIES)
         self._away = False
         self._known_hosts: set[str] = set()
         self._offered_at: dict[str, float] = {}
@@ -185,11 +189,21 @@ class Intake:
         self._closing.set()
         self._thread.shutdown(wait=False)
 
-    def quarantine(self, hosts: Collection[str]) -> None:
-        """Take nothing of these hosts from here on, also of what has come; of all others again."""
+    def quarantine(self, hosts: Collection[str], on_trial: Collection[str] = ()) -> None:
+        """Take nothing of these hosts from here on, also of what has come; of all others again.
+
+        on_trial: of them, those whose groups are judged all the same and kept apart; see `canaries`.
+        """
         with self._changed:
-            self._quarantined = frozenset(hosts)
+            self._quarantined, self._on_trial = frozenset(hosts), frozenset(on_trial)
             self._buffer.drop_hosts(self._quarantined)
+
+    def canaries(self) -> list[tuple[str, Group]]:
+        """Keys and groups of hosts on trial that were admitted since this was last asked, the newest few; none is trained on."""
+        with self._changed:
+            found = [(key, group) for key, group in self._canaries if group.host in self._on_trial]
+            self._canaries.clear()
+        return found
 
     @property
     def refused(self) -> tuple[Refused, ...]:
@@ -361,7 +375,7 @@ class Intake:
         if arrival.num_bytes > self._rules.max_group_bytes:
             self._refuse(arrival, Reason.TOO_LARGE, f"{arrival.num_bytes} bytes, no group of this run has as many")
             return True
-        if arrival.named.host in self._quarantined:
+        if arrival.named.host in self._quarantined - self._on_trial:
             self._refuse(arrival, Reason.QUARANTINED, "its host is quarantined")
             return True
         if not is_stale(self._versions.newest, arrival.named.version, self._learning.max_staleness_hard):
@@ -409,6 +423,10 @@ class Intake:
 
     def _accept(self, arrival: Arrival, group: Group) -> None:
         with self._changed:
+            if group.host in self._on_trial:
+                self._canaries.append((arrival.key, group))
+                self._refuse(arrival, Reason.CANARY, "its host is on trial")
+                return
             if group.host in self._quarantined:  # since its group was listed
                 self._refuse(arrival, Reason.QUARANTINED, "its host is quarantined")
                 return

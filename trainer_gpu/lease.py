@@ -15,6 +15,7 @@ from stoa.contracts.errors import FencedError, ObjectMissingError, ReplayedError
 from stoa.contracts.messages import AcquireRequest, Published, StepResult
 from stoa.contracts.ports import Progress
 from stoa.learning.fleet import FleetBook
+from stoa.learning.trials import Trials
 from stoa.rollouts.admit import DAMNING
 from trainer_gpu.alarms import AlarmBook
 from trainer_gpu.checkpoint import Facts, Identity, read_document
@@ -44,6 +45,7 @@ class Lease:
     alarms: AlarmBook
     eval_watch: EvalWatch
     fleet: FleetBook
+    trials: Trials
     version: int
     step: int
     step_manifest_key: str
@@ -115,8 +117,11 @@ def take_lease(
     intake = _intake(handle, policy, grants, versions, facts, token)
     alarms = AlarmBook.of_run(config.alarms, store, head)
     fleet = FleetBook.of_run(store, head, DAMNING)
+    trials = Trials(max(1, config.rollout.canary_sweeps), DAMNING)
     watch, step_key, settled = EvalWatch(store, handle.run), facts.step_manifest_key, set(facts.settled)
-    return Lease(token, writer, publisher, intake, versions, alarms, watch, fleet, head.version, facts.step, step_key, settled), head
+    return Lease(
+        token, writer, publisher, intake, versions, alarms, watch, fleet, trials, head.version, facts.step, step_key, settled
+    ), head
 
 
 def _present_head(writer: HeadWriter, request: AcquireRequest) -> Head | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from stoa.bucket.steps import GroupMismatch
 from stoa.bucket.store import Store
 from stoa.config.run import Learning
 from stoa.contracts.errors import BucketError, CheckpointError, LayoutError, ServiceError, StoaError
@@ -20,10 +21,10 @@ from stoa.weights.layout import Layout, layout_of
 from trainer_gpu import host, layout, rng
 from trainer_gpu.checkpoint import Part, read_tensors, save_parts
 from trainer_gpu.convert import load_hub, mlx_tensors
-from trainer_gpu.crew import Lead, LoadBase, Restore, Save, SendWire, TellRng, Train, agree, alone
+from trainer_gpu.crew import Compare, Lead, LoadBase, Restore, Save, SendWire, TellRng, Train, agree, alone
 from trainer_gpu.model import Lfm2Config, build_model, read_model_config
 from trainer_gpu.parallel import Trainable, build_optimizer
-from trainer_gpu.step import StepOutcome, optimizer_step
+from trainer_gpu.step import StepOutcome, compare_groups, optimizer_step
 
 
 def architecture_of(config: Lfm2Config) -> str:
@@ -139,6 +140,11 @@ class Policy:
             )
             self._at_base = False
             return outcome
+
+    def compare(self, groups: Sequence[Group]) -> tuple[GroupMismatch, ...]:
+        """How far the sampler's numbers of each group are from this policy's as it is, on rank 0; nothing changes."""
+        with self._lead(Compare(tuple(groups))):
+            return compare_groups(self.trainable, groups, self._learning)
 
     def wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The masters under their names on the wire, fp32, one at a time."""

@@ -101,6 +101,25 @@ def optimizer_step(
     return StepOutcome(metrics, num_tokens, of_host, sample, _mismatches(tokens, origins))
 
 
+@torch.no_grad()
+def compare_groups(trainable: Trainable, groups: Sequence[Group], learning: Learning) -> tuple[GroupMismatch, ...]:
+    """How far the sampler's numbers of each group, at least one, are from the policy's as it is: as a step would see them.
+
+    With several ranks all must call with the same arguments; only rank 0 gets the answer, others nothing.
+    """
+    rows = rows_of_rank(groups, learning)
+    seen: list[Tokens] = []
+    for row in rows:
+        with nullcontext() if row.routing is None else replayed_routing(trainable.model, row.routing):
+            log_pi, entropy = token_logprobs_packed(trainable.model, row.ids, row.seq_lens, row.where)
+        seen.append(Tokens.of_tensors(*(part[row.where] for part in (log_pi, row.log_mu, row.advantages, entropy))))
+    parts = host.collect((seen, [origin for row in rows for origin in row.origins]))
+    if not parts:
+        return ()
+    tokens = Tokens.concatenate([part for found, _ in parts for part in found])
+    return _mismatches(tokens, [origin for _, found in parts for origin in found])
+
+
 def _mismatches(tokens: Tokens, origins: Sequence[Origin]) -> tuple[GroupMismatch, ...]:
     """Of each group in order. The tokens are those of `origins`, one after another."""
     number_S = np.repeat([origin.group for origin in origins], [origin.num_sampled for origin in origins])

@@ -88,7 +88,9 @@ def _(event: Acquired, state: RunProgress, rules: RunInput, now: float) -> RunPr
 @apply.register
 def _(event: StepResult, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
     for suspect in event.suspects:
-        state = fleet.on_decision(state, Decided(suspect.host, "quarantined", f"by the trainer: {suspect.reason}"))
+        state = fleet.on_suspect(state, suspect.host, suspect.reason, rules.canary_sweeps)
+    for news in event.canaries:
+        state = fleet.on_canaries(state, news)
     if event.status != "done":
         return _starved(event, state, rules, now)
     after = replace(

@@ -91,6 +91,8 @@ class Decided:
     host: str
     state: StandingState
     reason: str
+    on_trial: bool = False
+    """The Mac is not told."""
 
 
 Event = (

@@ -10,7 +10,7 @@ from typing import Final
 
 from stoa.contracts import names
 from stoa.contracts.fleet_messages import FleetEvent, FleetMember, FleetPage, FleetQuery, MacFacts, Standing
-from stoa.contracts.messages import RunInput
+from stoa.contracts.messages import CanaryNews, RunInput
 from workflows.events import CensusTaken, Decided
 from workflows.state import Banned, Member, RunProgress
 
@@ -106,9 +106,30 @@ def on_decision(state: RunProgress, decided: Decided) -> RunProgress:
     """A Mac is quarantined, drained, or free again; its session is to be told."""
     others = tuple(one for one in state.banned if one.host != decided.host)
     if decided.state != "free":
-        others = (*others, Banned(decided.host, decided.state, cut(decided.reason, MAX_REASON_BYTES)))[-MAX_BANNED:]
+        banned = Banned(decided.host, decided.state, cut(decided.reason, MAX_REASON_BYTES), decided.on_trial)
+        others = (*others, banned)[-MAX_BANNED:]
+    if decided.on_trial:
+        return replace(state, banned=others)
     untold = (*(host for host in state.untold if host != decided.host), decided.host)
     return replace(state, banned=others, untold=untold)
+
+
+def on_suspect(state: RunProgress, host: str, reason: str, num_canaries: int) -> RunProgress:
+    """The trainer suspects a Mac: it plays on for `num_canaries` clean sweeps without knowing it, or with 0 is told and stops."""
+    return on_decision(state, Decided(host, "quarantined", f"by the trainer: {reason}", on_trial=num_canaries > 0))
+
+
+def on_canaries(state: RunProgress, news: CanaryNews) -> RunProgress:
+    """A trial has gone on, or ended: trusted again, or told and out. A person's decision since then stands."""
+    trial = next((one for one in state.banned if one.host == news.host and one.on_trial), None)
+    if trial is None:
+        return state
+    if news.verdict == "clean":
+        return replace(state, banned=tuple(one for one in state.banned if one is not trial))
+    if news.verdict == "failed":
+        return on_decision(state, Decided(news.host, "quarantined", f"by the trainer: {news.reason}"))
+    moved = replace(trial, num_clean=news.num_clean)
+    return replace(state, banned=tuple(moved if one is trial else one for one in state.banned))
 
 
 def stranger_reason(state: RunProgress, run: str, host: str) -> str:
@@ -125,14 +146,19 @@ def stranger_reason(state: RunProgress, run: str, host: str) -> str:
 
 
 def standing_of(state: RunProgress, run: str, host: str) -> Standing:
-    """How a Mac stands."""
-    banned = next((one for one in state.banned if one.host == host), None)
+    """How a Mac stands, as far as it may know."""
+    banned = next((one for one in state.banned if one.host == host and not one.on_trial), None)
     return Standing(run, host, "free") if banned is None else Standing(run, host, banned.state, banned.reason)
 
 
 def quarantined(state: RunProgress) -> tuple[str, ...]:
-    """Hosts whose groups the trainer refuses."""
+    """Hosts whose groups the trainer does not train on."""
     return tuple(one.host for one in state.banned if one.state == "quarantined")
+
+
+def on_trial(state: RunProgress) -> tuple[str, ...]:
+    """Of them, those that do not know it."""
+    return tuple(one.host for one in state.banned if one.on_trial)
 
 
 def page(state: RunProgress, rules: RunInput, query: FleetQuery) -> FleetPage:
@@ -141,7 +167,8 @@ def page(state: RunProgress, rules: RunInput, query: FleetQuery) -> FleetPage:
     rows = {member.host: _row(rules.run, member) for member in state.members}
     for host, one in banned.items():
         row = rows.get(host, FleetMember(host, names.session_workflow_id(rules.run, host)))
-        rows[host] = replace(row, state=one.state, slow_because=one.reason)
+        seen = f"; {one.num_clean} of {rules.canary_sweeps} canary sweeps clean" if one.on_trial else ""
+        rows[host] = replace(row, state=one.state, slow_because=one.reason + seen)
     rest = [rows[host] for host in sorted(rows) if host > query.after_host]
     shown = tuple(rest[: min(query.limit, MAX_PAGE)])
     more = shown[-1].host if shown and len(rest) > len(shown) else ""

@@ -187,7 +187,8 @@ class RunWorkflow:
                     names.ACQUIRE_TRAINER, request, Acquired, limits.acquire(silence), queue, f"lease {command.lease_number}"
                 )
             case plan.Train():
-                request = StepRequest(rules.run, state.token, command.step, command.wait_seconds, fleet.quarantined(state), state.version)
+                shut, tried = fleet.quarantined(state), fleet.on_trial(state)
+                request = StepRequest(rules.run, state.token, command.step, command.wait_seconds, shut, state.version, tried)
                 bounds = limits.train_step(silence, rules.step_timeout_seconds)
                 return await self._trainer(names.TRAIN_STEP, request, StepResult, bounds, state.queue, f"step {command.step}")
             case plan.PublishVersion():
@@ -257,6 +258,7 @@ class RunWorkflow:
             sample_seed=rules.sample_seed,
             timeout_seconds=rules.timeout_seconds,
             num_samples=evaluation.num_samples,
+            suspects=fleet.on_trial(self._state)[:MAX_PAGE],
         )
 
     def _take(self, event: Event) -> None:
@@ -306,14 +308,16 @@ class RunWorkflow:
         upsert(plan.attributes(self._state, self._rules, self._clock.now()), self._shown)
 
     @workflow.signal(name=names.FLEET_EVENT)
-    def fleet_event(self, event: FleetEvent) -> None:
+    def fleet_event(self, event: FleetEvent | None = None) -> None:
         """A Mac joined or left."""
-        self._take(event)
+        if event is not None:  # null is no event, and a signal that fails is tried again for ever
+            self._take(event)
 
     @workflow.signal(name=names.EVAL_DONE)
-    def eval_done(self, result: EvaluationResult) -> None:
+    def eval_done(self, result: EvaluationResult | None = None) -> None:
         """An evaluation has its result."""
-        self._take(result)
+        if result is not None:
+            self._take(result)
 
     @workflow.update(name=names.PAUSE)
     def pause(self, ask: Ask) -> RunStatus:
@@ -422,7 +426,8 @@ class RunWorkflow:
         run = self._rules.run
         if not is_name(ask.host):
             raise _refusal(f"{ask.host!r} is no name of a Mac")
-        if fleet.standing_of(self._state, run, ask.host).state == state:
+        tried = ask.host in fleet.on_trial(self._state)
+        if fleet.standing_of(self._state, run, ask.host).state == state and not (tried and state == "free"):
             now = "neither quarantined nor drained" if state == "free" else f"{state} already"
             raise _refusal(f"{ask.host} is {now} in run {run}")
         if state != "free" and not ask.unseen and (reason := fleet.stranger_reason(self._state, run, ask.host)):

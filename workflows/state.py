@@ -52,6 +52,10 @@ class Banned:
     host: str
     state: StandingState
     reason: str = ""
+    on_trial: bool = False
+    """Quarantined without knowing it: its sweeps are canaries."""
+    num_clean: int = 0
+    """Of them, those without a fault."""
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,9 @@ class Rollout(Section):
     """Record the experts chosen for every token."""
     fingerprints: Annotated[list[str], Field(max_length=64)] = Field(default_factory=list)
     """Numeric fingerprints of engines whose groups are admitted, as `stoa doctor` tells them; none: all are."""
+    canary_sweeps: Annotated[int, Field(ge=0, le=1000)] = 3
+    """Clean sweeps after which a Mac that the trainer suspects is trusted again: it plays on unknowing, and nothing is trained on it;
+    0: its owner is told, and it stops until it is released by hand."""
 
     @property
     def usual_groups(self) -> int:

@@ -36,6 +36,8 @@ class EvaluationInput:
     sample_seed: int = 0
     timeout_seconds: float = 1800.0
     num_samples: int = 1
+    suspects: tuple[str, ...] = ()
+    """Macs that are not to be asked while there are others."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class RunInput:
     """Used before the run was resumed."""
     quarantined: tuple[str, ...] = ()
     """Hosts that were quarantined before the run was resumed."""
+    canary_sweeps: int = 0
+    """Clean sweeps after which a Mac that the trainer suspects is trusted again, unknowing; 0: it is told and stops."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,18 @@ class StepRequest:
     """Hosts whose groups are refused."""
     version: int = -1
     """Newest version, for whoever looks at the activity."""
+    on_trial: tuple[str, ...] = ()
+    """Of the quarantined, those that do not know it: their groups are judged, and not trained on."""
+
+
+@dataclass(frozen=True)
+class CanaryNews:
+    """How the trial of a Mac stands: `num_clean` canary sweeps had no fault; `reason` is that of a verdict "failed"."""
+
+    host: str
+    num_clean: int
+    verdict: Literal["", "clean", "failed"] = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,6 +164,7 @@ class StepResult:
     oldest_version: int = -1
     """Groups of older versions are of no use to that step; -1: not told."""
     suspects: tuple[Suspect, ...] = ()
+    canaries: tuple[CanaryNews, ...] = ()
 
 
 @dataclass(frozen=True)

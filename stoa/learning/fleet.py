@@ -108,6 +108,11 @@ class FleetBook:
         kept = [tuple(sample for sample in samples if sample.host not in gone) for samples in self._samples]
         self._samples = deque(kept, maxlen=WINDOW_STEPS)
 
+    @property
+    def newest(self) -> list[Sample]:
+        """The newest groups that were trained on, of hosts that are not shut out."""
+        return [sample for samples in self._samples for sample in samples][-MAX_SAMPLES:]
+
     def suspects(self, *, shut_out: Collection[str] = (), pending: Sequence[Refused] = ()) -> tuple[Suspicion, ...]:
         """Hosts to be shut out, by name; `shut_out` are already.
 
@@ -121,8 +126,7 @@ class FleetBook:
             strikes = Counter(reason for reason in reasons if reason)
             if strikes.total() >= MAX_STRIKES:
                 found[host] = f"{strikes.total()} groups refused, most as {strikes.most_common(1)[0][0]}"
-        newest = [sample for samples in self._samples for sample in samples][-MAX_SAMPLES:]
-        for host, far in deviations(newest).items():
+        for host, far in deviations(self.newest).items():
             if far.sigmas > SIGMAS and abs(far.effect) > MIN_EFFECT:
                 found.setdefault(host, f"{far.measure} is {far.sigmas:.1f} sigma off")
         return tuple(Suspicion(host, found[host]) for host in sorted(found) if host not in shut_out)
@@ -137,15 +141,16 @@ def _of(verdicts: dict[str, deque[str]], host: str) -> deque[str]:
     return verdicts.setdefault(host, deque(maxlen=STRIKE_GROUPS))
 
 
-def deviations(samples: Sequence[Sample]) -> Mapping[str, Deviation]:
+def deviations(samples: Sequence[Sample], *, least_hosts: int = MIN_HOSTS) -> Mapping[str, Deviation]:
     """For each host that can be judged how its groups differ from all others' of equal version and lag.
 
     Within a stratum (version, lag) of several hosts, a group's measures (logarithms, where they scale) are taken from
     the stratum's median and divided by 1.4826 times the median absolute deviation, pooled over strata of one lag; then
     clipped, so that no group counts more than `_CLIP`. A host's mean of these is compared with that of all other groups
-    by Welch's t, to whose variance that between the other hosts is added, also robustly.
+    by Welch's t, to whose variance that between the other hosts is added, also robustly. least_hosts: in a stratum, and
+    in all; where it is known which one is in doubt, two tell more than nothing.
     """
-    strata = _strata(samples)
+    strata = _strata(samples, least_hosts)
     if not strata:
         return {}
     residuals: list[NDArray[np.float64]] = []
@@ -161,10 +166,10 @@ def deviations(samples: Sequence[Sample]) -> Mapping[str, Deviation]:
         here = lags_N == lag
         scale_M = np.maximum(1.4826 * np.median(np.abs(residuals_NM[here]), axis=0), _LEAST_SCALE)
         residuals_NM[here] = np.clip(residuals_NM[here] / scale_M, -_CLIP, _CLIP)
-    return _compare(residuals_NM, hosts_N)
+    return _compare(residuals_NM, hosts_N, least_hosts)
 
 
-def _compare(values_NM: NDArray[np.float64], hosts_N: NDArray[np.str_]) -> dict[str, Deviation]:
+def _compare(values_NM: NDArray[np.float64], hosts_N: NDArray[np.str_], least_hosts: int) -> dict[str, Deviation]:
     names, owner_N = np.unique(hosts_N, return_inverse=True)
     count_H = np.bincount(owner_N, minlength=len(names)).astype(np.float64)
     sum_HM = np.zeros((len(names), values_NM.shape[1]))
@@ -176,7 +181,7 @@ def _compare(values_NM: NDArray[np.float64], hosts_N: NDArray[np.str_]) -> dict[
     for place, name in enumerate(names):
         others = np.arange(len(names)) != place
         num, num_others = count_H[place], count_H[others].sum()
-        if num < MIN_GROUPS or others.sum() < MIN_HOSTS - 1:
+        if num < MIN_GROUPS or others.sum() < least_hosts - 1:
             continue
         theirs_M = sum_HM[others].sum(0) / num_others
         variance_M = np.maximum(square_HM[others].sum(0) / num_others - theirs_M**2, 0.25)
@@ -192,12 +197,12 @@ def _compare(values_NM: NDArray[np.float64], hosts_N: NDArray[np.str_]) -> dict[
     return found
 
 
-def _strata(samples: Sequence[Sample]) -> dict[tuple[int, int], list[Sample]]:
+def _strata(samples: Sequence[Sample], least_hosts: int) -> dict[tuple[int, int], list[Sample]]:
     """Groups by (version, lag), where there are enough of several hosts."""
     found: dict[tuple[int, int], list[Sample]] = {}
     for sample in samples:
         found.setdefault((sample.version, sample.lag), []).append(sample)
-    return {place: rows for place, rows in found.items() if len(rows) >= MIN_OF_STRATUM and len({row.host for row in rows}) >= MIN_HOSTS}
+    return {place: rows for place, rows in found.items() if len(rows) >= MIN_OF_STRATUM and len({row.host for row in rows}) >= least_hosts}
 
 
 def _scaled(mismatch: GroupMismatch) -> list[float]:

@@ -29,6 +29,8 @@ class Reason(StrEnum):
 
     QUARANTINED = "quarantined"
     """Its host may take part no more; the group was not read."""
+    CANARY = "canary"
+    """Its host is under suspicion: the group was judged like any other, and is not trained on."""
     BAD_KEY = "bad_key"
     """The object's key is not one of a group of this run."""
     MALFORMED = "malformed"
@@ -80,6 +82,7 @@ class Reason(StrEnum):
 
 DAMNING: Final = frozenset(Reason) - {
     Reason.QUARANTINED,
+    Reason.CANARY,
     Reason.BAD_KEY,
     Reason.UNREADABLE,
     Reason.UNKNOWN_VERSION,

@@ -49,3 +49,11 @@ def test_four_cheats_among_six_honest_macs_are_each_suspected_within_three_sweep
     words = {"inflates": "wrong_reward", "copies": "wrong_", "invents": "invented_result", "edits": "sigma"}
     for host, word in words.items():
         assert word in caught.reasons[host]
+
+
+def test_a_cheat_fails_its_trial_and_an_honest_mac_wrongly_on_trial_is_trusted_again(store: Store) -> None:
+    caught = catch(store, framed="honest-6", cheats=("edits",))
+    assert set(caught.failed) == {"edits"}
+    assert "sigma" in caught.failed["edits"]
+    assert set(caught.trusted_again) == {"honest-6"}
+    assert caught.honest_suspected == ()

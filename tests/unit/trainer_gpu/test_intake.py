@@ -225,6 +225,31 @@ def test_quarantined_host_is_refused_unread_and_what_waited_of_it_is_dropped(sto
     assert again.keys == tuple(freed)
 
 
+def test_host_on_trial_is_judged_like_all_others_and_never_trained_on(store: Store, intake: Intake) -> None:
+    waiting = put(store, group(0, host="tried"))
+    time.sleep(0.7)
+    intake.quarantine(("tried", "bad"), on_trial=("tried",))
+    lie = group(2, host="tried")
+    lie = replace(lie, episodes=tuple(replace(e, reward=1.0) for e in lie.episodes))
+    seen, lied, unread = put(store, group(1, host="tried")), put(store, lie), put(store, group(3, host="bad"), b"no group")
+    time.sleep(0.7)
+    honest = [put(store, group(slot)) for slot in (4, 5)]
+    taken = intake.take(5, Reports())
+    assert isinstance(taken, Taken)
+    assert taken.keys == tuple(honest)
+    assert taken.dropped == (Dropped(waiting, "quarantined"),)
+    assert {one.key: one.reason for one in taken.refused} == {seen: "canary", lied: "wrong_reward", unread: "quarantined"}
+    assert taken.hosts["tried"].quarantined
+    assert taken.hosts["tried"].refused == {"canary": 1, "wrong_reward": 1}
+    ((key, canary),) = intake.canaries()
+    assert (key, canary.question_id, canary.host) == (seen, QUESTIONS[1], "tried")
+    assert intake.canaries() == []
+    put(store, group(6, host="tried"))
+    time.sleep(0.7)
+    intake.quarantine(())  # released meanwhile: nothing of it is judged any more
+    assert intake.canaries() == []
+
+
 class _SlowReferee(Referee):
     """Judges when it is let."""
 

@@ -18,7 +18,7 @@ from trainer_gpu.metrics import Tokens, group_metrics, group_mismatch, host_metr
 from trainer_gpu.model import build_model, read_model_config, recorded_routing, token_logprobs_packed
 from trainer_gpu.parallel import Trainable, build_optimizer
 from trainer_gpu.rows import share
-from trainer_gpu.step import StepOutcome, learning_rate, optimizer_step
+from trainer_gpu.step import StepOutcome, compare_groups, learning_rate, optimizer_step
 
 LEARNING = Learning()
 
@@ -91,6 +91,21 @@ def test_gradient_equals_autograd_of_the_formula_one_episode_at_a_time(groups: l
     other.step(losses())
     worst = max(float((policy.gradients()[n] - g).abs().max()) for n, g in other.gradients().items())
     assert worst < 1e-5
+
+
+def test_groups_are_compared_without_a_step(groups: list[Group]) -> None:
+    """A sampler that says half of each probability: pi is twice mu, and |pi - mu| half of what was true."""
+    halved = replace(groups[1], episodes=tuple(replace(e, logprobs=e.logprobs + np.float32(np.log(0.5))) for e in groups[1].episodes))
+    policy = trainable()
+    before = {name: weights.clone() for name, weights in policy.masters().items()}
+    honest, half = compare_groups(policy, [groups[0], halved], LEARNING)
+    assert honest.mean < 1e-5
+    assert honest.ratio_mean == pytest.approx(1.0, abs=1e-4)
+    true = np.concatenate([np.exp(episode.logprobs.astype(np.float64)) for episode in groups[1].episodes])
+    assert half.mean == pytest.approx(np.mean(true / 2), rel=1e-4)
+    assert (half.ratio_mean, half.far_share) == (pytest.approx(2.0, rel=1e-4), 1.0)
+    assert half.k3 == pytest.approx(2.0 - 1.0 - np.log(2.0), rel=1e-4)
+    assert all(torch.equal(weights, before[name]) for name, weights in policy.masters().items())
 
 
 def test_gradient_is_over_what_was_planned_and_not_over_what_came(groups: list[Group]) -> None:

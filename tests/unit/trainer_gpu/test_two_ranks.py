@@ -21,6 +21,7 @@ from stoa.bucket.steps import read_step
 from stoa.bucket.store import Store
 from stoa.config.run import RunConfig
 from stoa.contracts.messages import AcquireRequest, CheckpointRequest, StepRequest
+from stoa.rollouts.shard import decode_group
 from stoa.weights.layout import layout_of
 from tests.servers import BucketServer, free_ports
 from tests.unit.trainer_gpu.pieces import joined
@@ -110,12 +111,16 @@ def test_two_ranks_train_save_restore_and_publish_as_one(
     assert policy is not None
     before = {name: t.clone() for name, t in policy.state().items()}
     steps = [engine.train_step(StepRequest("test", token, 1), progress)]
+    trained = [decode_group(one.get(key, max_bytes=1 << 26).data) for key in read_step(one, "test", steps[0].manifest_key).consumed]
+    compared = [mismatch.mean for mismatch in policy.compare(trained)]
     saved = engine.checkpoint(CheckpointRequest("test", token, 1), progress)
     steps.append(engine.train_step(StepRequest("test", token, 2), progress))
     output, _ = running.communicate(timeout=240)
     assert running.returncode == 0, output[-4000:]
     said = json.loads((tmp_path / "said.json").read_text())
     assert (said["num_ranks"], said["expert_parallel"]) == (2, expert)
+    assert min(compared) > 0
+    assert said["compared"] == pytest.approx(compared, rel=1e-2), "a group is compared alike, whoever has its rows"
     assert said["start_state"] == start_state, "version 0 from two ranks is that from one"
 
     # Adam's first moment after one step is a fixed share of that step's gradient.

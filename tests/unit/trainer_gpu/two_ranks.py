@@ -16,10 +16,12 @@ from safetensors.torch import save_file
 
 from stoa.bucket.manifest import Signer
 from stoa.bucket.run_document import read_run
+from stoa.bucket.steps import read_step
 from stoa.bucket.store import Store
 from stoa.config.load import bucket_credentials, signing_seed
 from stoa.config.run import Bucket
 from stoa.contracts.messages import AcquireRequest, CheckpointRequest, PublishRequest, StepRequest
+from stoa.rollouts.shard import decode_group
 from tests.unit.trainer_gpu.player import POLICY, search
 from tests.unit.trainer_gpu.runs import Reports, await_version, head_of, state_of
 from trainer_gpu import crew, host
@@ -38,6 +40,8 @@ def lead(settings: Bucket, out: Path, line: crew.Line) -> None:
     first = engine.acquire(AcquireRequest("test", 1), 1, progress)
     start_state = state_of(handle, head_of(handle))
     steps = [engine.train_step(StepRequest("test", first.token, 1), progress)]
+    trained = [decode_group(store.get(key, max_bytes=1 << 26).data) for key in read_step(store, "test", steps[0].manifest_key).consumed]
+    compared = engine.prepare().compare(trained)
     saved = engine.checkpoint(CheckpointRequest("test", first.token, 1), progress)
     steps.append(engine.train_step(StepRequest("test", first.token, 2), progress))
     engine.publish(PublishRequest("test", first.token, 2, anchor=False, checkpoint=True), progress)
@@ -58,6 +62,7 @@ def lead(settings: Bucket, out: Path, line: crew.Line) -> None:
         "restored_bit_for_bit": same,
         "resumed_at": second.step,
         "num_ranks": host.num_ranks(),
+        "compared": [one.mean for one in compared],
         "expert_parallel": expert_parallel_size(),
         "progress": progress.seen,
     }

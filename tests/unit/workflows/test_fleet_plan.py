@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from activities.connection import DATA_CONVERTER
 from stoa.contracts.fleet_messages import Census, FleetEvent, FleetQuery, MacFacts, Standing
-from stoa.contracts.messages import Acquired, Published, StepResult, StopConditions, Suspect
+from stoa.contracts.messages import Acquired, CanaryNews, Published, StepResult, StopConditions, Suspect
 from tests.unit.workflows.test_run_plan import RULES, at
 from workflows import fleet, plan
 from workflows.apply import apply
@@ -134,6 +134,42 @@ def test_mac_that_the_run_has_not_met_is_told_from_those_it_has() -> None:
 def test_trainers_suspects_are_quarantined() -> None:
     state = apply(StepResult("done", 9, suspects=(Suspect("mac-1", "mismatch"),)), at(8), RULES, 0.0)
     assert fleet.standing_of(state, "demo", "mac-1") == Standing("demo", "mac-1", "quarantined", "by the trainer: mismatch")
+
+
+CANARIES = replace(RULES, canary_sweeps=3)
+
+
+def test_suspect_plays_on_unknowing_until_its_canaries_are_clean() -> None:
+    state = apply(StepResult("done", 9, suspects=(Suspect("mac-1", "k3 is 7.1 sigma off"),)), at(8), CANARIES, 0.0)
+    assert (fleet.quarantined(state), fleet.on_trial(state), state.untold) == (("mac-1",), ("mac-1",), ())
+    assert fleet.standing_of(state, "demo", "mac-1").state == "free", "the Mac is not told, nor when it says hello again"
+    state = apply(StepResult("done", 10, canaries=(CanaryNews("mac-1", 2), CanaryNews("mac-9", 2))), state, CANARIES, 0.0)
+    (row,) = fleet.page(state, CANARIES, FleetQuery()).members
+    assert (row.state, row.slow_because) == ("quarantined", "by the trainer: k3 is 7.1 sigma off; 2 of 3 canary sweeps clean")
+    assert first_run_progress(replace(CANARIES, carried=dump(state)), 0.0) == state
+    state = apply(StepResult("starved", 11, canaries=(CanaryNews("mac-1", 3, "clean"),)), state, CANARIES, 0.0)
+    assert (fleet.quarantined(state), fleet.on_trial(state), state.banned, state.untold) == ((), (), (), ())
+
+
+def test_suspect_whose_canaries_show_a_fault_is_told_and_stays_out() -> None:
+    state = apply(StepResult("done", 9, suspects=(Suspect("mac-1", "mismatch"),)), at(8), CANARIES, 0.0)
+    failed = StepResult("done", 10, canaries=(CanaryNews("mac-1", 0, "failed", "3 canary groups refused"),))
+    state = apply(failed, state, CANARIES, 0.0)
+    assert (fleet.quarantined(state), fleet.on_trial(state), state.untold) == (("mac-1",), (), ("mac-1",))
+    assert fleet.standing_of(state, "demo", "mac-1").reason == "by the trainer: 3 canary groups refused"
+    late = apply(StepResult("done", 11, canaries=(CanaryNews("mac-1", 3, "clean"),)), state, CANARIES, 0.0)
+    assert fleet.quarantined(late) == ("mac-1",), "only a person lets it back"
+
+
+def test_person_decides_over_a_trial() -> None:
+    tried = apply(StepResult("done", 9, suspects=(Suspect("mac-1", "mismatch"),)), at(8), CANARIES, 0.0)
+    shut = apply(Decided("mac-1", "quarantined", "I know it"), tried, CANARIES, 0.0)
+    assert (fleet.on_trial(shut), shut.untold) == ((), ("mac-1",))
+    after = apply(StepResult("done", 10, canaries=(CanaryNews("mac-1", 3, "clean"),)), shut, CANARIES, 0.0)
+    assert fleet.quarantined(after) == ("mac-1",)
+    freed = apply(Decided("mac-1", "free", ""), tried, CANARIES, 0.0)
+    after = apply(StepResult("done", 10, canaries=(CanaryNews("mac-1", 0, "failed", "x"),)), freed, CANARIES, 0.0)
+    assert fleet.quarantined(after) == ()
 
 
 def test_resumed_run_goes_on_with_its_budget_and_its_quarantine() -> None:
