@@ -97,9 +97,10 @@ class Service:
         self._launchctl = launchctl or run_launchctl
         self._domain = f"gui/{os.getuid() if user_id is None else user_id}"
 
-    def install(self, config: Path | None = None) -> None:
+    def install(self, config: Path | None = None, *, command: Sequence[str] = ()) -> None:
         """Write the agent, load it and start it; one that is there is replaced, one that was parked is free again.
 
+        command: what is started in place of this Mac's own worker: that of a wired set.
         Raises WorkerLockedError if a worker that is not the agent's uses the state folder, StoaError if launchd refuses.
         """
         self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -107,7 +108,8 @@ class Service:
         self._wait_for_the_folder()
         self._forget_failures()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_bytes(plist(worker_command(config, self._state, at_login=True), self._state / "worker.log"))
+        command = command or worker_command(config, self._state, at_login=True)
+        self._path.write_bytes(plist(command, self._state / "worker.log"))
         said = self._launchctl(("bootstrap", self._domain, str(self._path)))
         if said.code:
             self._path.unlink()

@@ -35,6 +35,8 @@ LONG_SECONDS: Final = 120.0
 """A set that lived so long had started well: counting its failures begins anew."""
 MAX_STARTS: Final = 6
 """Starts in a row that fail soon, before the whole gives up."""
+UNREACHED_SECONDS: Final = 15.0
+"""From one look at Macs that cannot be reached to the next."""
 PORT_STEP: Final = 100
 _NICEST: Final = 19
 _BIND: Final = re.compile(r"(Couldn't bind socket|cannot listen at \S+) \(error: \d+\)")
@@ -69,14 +71,19 @@ class Supervisor:
         python: str = PYTHON,
         cwd: str = FOLDER,
         split: Split = "pipeline",
+        patient: bool = False,
     ) -> None:
-        """available: backends of this MLX. say: tells a person. program: of `mlx.launch`, that beside this Python unless given."""
+        """available: backends of this MLX. say: tells a person. program: of `mlx.launch`, that beside this Python unless given.
+
+        patient: Macs that cannot be reached at the first start are waited for, as they are at every other.
+        """
         self._hosts, self._probe, self._worker, self._folder = tuple(hosts), probe, tuple(worker), folder
         self._backend, self._say = choose_backend(hosts, available), say
         self._home, self._port = home or Path.home(), port
         self._program = program or str(Path(sys.executable).with_name("mlx.launch"))
         self._python, self._cwd = python, cwd
         self._split: Split = split
+        self._patient = patient
         self._process: subprocess.Popen[bytes] | None = None
         self._asked = threading.Event()
         self._said = ""
@@ -84,11 +91,16 @@ class Supervisor:
     def run(self) -> int:
         """Keep the set going until its run has stopped or we are asked to end; returns the worker's exit code.
 
-        Raises WiredError after several starts in a row that failed soon.
+        A Mac that cannot be reached is waited for, except at the first start. Raises WiredError then, and after several starts
+        in a row that failed soon.
         """
         failures = 0
         while True:
-            outcome = self._once()
+            launch = self._await_plan()
+            if launch is None:
+                return 0
+            self._patient = True
+            outcome = self._once(launch)
             if self._asked.is_set():
                 return 0
             if outcome.code is not None and not outcome.lost:
@@ -136,9 +148,23 @@ class Supervisor:
             split=self._split,
         )
 
-    def _once(self) -> Outcome:
+    def _await_plan(self) -> Launch | None:
+        """What to start; None once asked to end."""
+        said = ""
+        while not self._asked.is_set():
+            try:
+                return self.plan()
+            except WiredError as error:
+                if not self._patient:
+                    raise
+                if error.message != said:
+                    said = error.message
+                    _log.warning("set_waiting", reason=error.message, hint=error.hint)
+            self._asked.wait(UNREACHED_SECONDS)
+        return None
+
+    def _once(self, launch: Launch) -> Outcome:
         began = time.monotonic()
-        launch = self.plan()
         launch.ended.unlink(missing_ok=True)
         if launch.text() != self._said:
             self._said = launch.text()

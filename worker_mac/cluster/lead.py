@@ -290,10 +290,7 @@ class DealtDecoder(SetDecoder):
 
 
 def _same(one: Drawn, other: Drawn) -> bool:
-    if one.routes is None or other.routes is None:
-        routes = one.routes is other.routes
-    else:
-        routes = np.array_equal(one.routes, other.routes)
+    routes = one.routes is other.routes if one.routes is None or other.routes is None else np.array_equal(one.routes, other.routes)
     return routes and np.array_equal(one.tokens, other.tokens) and one.logprobs.tobytes() == other.logprobs.tobytes()
 
 

@@ -15,7 +15,7 @@ from stoa.config.load import load_run
 from tests.unit.worker_mac.test_wired_hosts import IFCONFIG, OTHER, PORTS, UNPLUGGED
 from worker_mac.cluster.hosts import CONTROL_OFFSET, PORT, WiredHost, read_hosts, read_split
 from worker_mac.cluster.install import ours
-from worker_mac.cluster.launch import MAX_STARTS
+from worker_mac.cluster.launch import MAX_STARTS, UNREACHED_SECONDS
 from worker_mac.cluster.link import STUCK_SECONDS
 from worker_mac.cluster.probe import Said, read_wire
 from worker_mac.cluster.split import Strength
@@ -177,6 +177,7 @@ def test_what_the_guide_shows_is_read(tmp_path: Path) -> None:
     assert read_split(path) == "tensor" and len(read_hosts(path)) == 2
     flags = {name for command in (join, doctor) for name in signature(command).parameters}
     assert set(re.findall(r"stoa \w+ .*?--(\w+)", text)) == {"hosts"} <= flags
+    assert f"every {UNREACHED_SECONDS:g} seconds" in text
     assert f"port {PORT} " in text and f"orders on {PORT + CONTROL_OFFSET}," in text
     assert f"in {STUCK_SECONDS:g} seconds" in text and "six starts in a row" in text and MAX_STARTS == 6
 

@@ -1,6 +1,7 @@
 """`stoa join` and `stoa leave` where there is no launchd, and the worker in this window."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import pytest
 from stoa.config.load import PROJECT_ROOT
 
 
-def stoa(*arguments: str) -> subprocess.CompletedProcess[str]:
+def stoa(*arguments: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = None if home is None else {**os.environ, "HOME": str(home)}
     command = [sys.executable, "-c", "import sys; from cli.main import main; main(sys.argv[1:])", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=PROJECT_ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=PROJECT_ROOT, env=environment)
 
 
 @pytest.mark.skipif(shutil.which("launchctl") is not None, reason="launchd is here")
@@ -23,6 +25,16 @@ def test_without_launchd_the_person_is_told(arguments: tuple[str, ...], tmp_path
     found = stoa(*arguments, "--state", str(tmp_path))
     assert found.returncode == 2
     assert "for macOS" in found.stderr
+
+
+@pytest.mark.skipif(shutil.which("launchctl") is not None, reason="launchd is here")
+def test_a_wired_set_at_log_in_goes_as_far_as_launchd(tmp_path: Path) -> None:
+    (tmp_path / "hosts.json").write_text(json.dumps([{"ssh": "127.0.0.1"}, {"ssh": "127.0.0.1"}]))
+    line = ("join", "--at-login", "--no-doctor", "--hosts", str(tmp_path / "hosts.json"), "--state", str(tmp_path / "state"))
+    found = stoa(*line, home=tmp_path)
+    assert found.returncode == 2 and "for macOS" in found.stderr
+    assert "2 Macs as one worker: each computes some of the layers" in found.stderr
+    assert (tmp_path / "stoa-wired" / "venv").is_symlink()
 
 
 def test_a_mac_that_is_not_fit_is_told_before_the_worker_starts_unless_it_is_not_asked(tmp_path: Path) -> None:

@@ -5,16 +5,21 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from stoa.contracts.errors import WiredError
+from tests.unit.worker_mac.test_service import Launchd
+from tests.unit.worker_mac.test_wired_hosts import IFCONFIG, PORTS
+from worker_mac.cluster import agent
 from worker_mac.cluster import launch as launching
 from worker_mac.cluster.hosts import WiredHost
 from worker_mac.cluster.install import install_lines, link_here, ours
 from worker_mac.cluster.launch import Supervisor
 from worker_mac.cluster.probe import Said
+from worker_mac.service import LABEL, Service
 
 DONE = 'ended.write_text(json.dumps({"code": 0, "lost": ""}))'
 HOSTS = (WiredHost("127.0.0.1"), WiredHost("127.0.0.1"))
@@ -31,12 +36,15 @@ number = len((folder / "starts").read_text().splitlines())
 """
 
 
-def supervisor(folder: Path, body: str) -> Supervisor:
+def supervisor(folder: Path, body: str, hosts: tuple[WiredHost, ...] = HOSTS, probe: object = None, *, patient: bool = False) -> Supervisor:
     program = folder / "mlx.launch"
     program.write_text(STAND_IN.format(python=sys.executable, folder=str(folder), body=body))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     said: list[str] = []
-    made = Supervisor(HOSTS, NoProbe(), ("--state", "x"), folder, available=("ring",), say=said.append, home=folder, program=str(program))
+    made = Supervisor(
+        hosts, probe or NoProbe(), ("--state", "x"), folder, available=("ring",), say=said.append, home=folder, program=str(program),
+        patient=patient,
+    )  # fmt: skip
     made.lines = said
     return made
 
@@ -44,6 +52,20 @@ def supervisor(folder: Path, body: str) -> Supervisor:
 class NoProbe:
     def ask(self, host: WiredHost, command: object) -> Said:
         raise AssertionError("ranks on one machine need no wire")
+
+
+class SleepyMac:
+    """A Mac that SSH reaches again and again for `up` questions, each time after it was asked `down` times."""
+
+    def __init__(self, down: int, up: int) -> None:
+        self.down, self.up, self.asked = down, up, 0
+
+    def ask(self, host: WiredHost, command: Sequence[str]) -> Said:
+        if not host.is_here and command[0] == "ifconfig":
+            self.asked += 1
+            if (self.asked - 1) % (self.down + self.up) < self.down:
+                return Said(255, "ssh: connect to host mini.local port 22: Operation timed out")
+        return Said(0, IFCONFIG if command[0] == "ifconfig" else PORTS)
 
 
 def starts(folder: Path) -> list[list[str]]:
@@ -77,6 +99,39 @@ def test_a_set_that_never_stays_up_is_given_up_with_its_reason(tmp_path: Path, m
     made = supervisor(tmp_path, 'sys.exit("no room")')
     with pytest.raises(WiredError, match="2 starts in a row failed soon: it ended without a word: no room"):
         made.run()
+
+
+def test_macs_that_are_not_up_yet_are_waited_for_at_log_in_and_after_the_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "UNREACHED_SECONDS", 0.01)
+    hosts = (WiredHost("127.0.0.1"), WiredHost("mini.local"))
+    lost_once = 'ended.write_text(json.dumps({"code": 75 if number == 1 else 0, "lost": "Mac 1 is gone" if number == 1 else ""}))'
+    with pytest.raises(WiredError, match=r"mini\.local cannot be asked: ssh: .*Operation timed out"):
+        supervisor(tmp_path, lost_once, hosts, SleepyMac(1, 1)).run()
+    # Eight times more than there are starts before a set is given up.
+    patient = SleepyMac(8, 1)
+    assert supervisor(tmp_path, lost_once, hosts, patient, patient=True).run() == 0
+    assert patient.asked == 18 and len(starts(tmp_path)) == 2
+    made = supervisor(tmp_path, lost_once, hosts, SleepyMac(9, 0), patient=True)
+    threading.Timer(0.2, made.end).start()
+    assert made.run() == 0
+
+
+def test_launchd_starts_the_set_and_what_fails_three_times_is_parked(tmp_path: Path) -> None:
+    launchd = Launchd()
+    service = Service(tmp_path / "LaunchAgents", tmp_path / "state", launchd, user_id=501)
+    asked = agent.Set(tmp_path / "hosts.json", tmp_path / "run.toml", tmp_path / "state")
+    service.install(command=asked.command())
+    told = launchd.loaded[f"gui/501/{LABEL}"]
+    assert told["ProgramArguments"][:3] == [sys.executable, "-m", "worker_mac.cluster.agent"]
+    assert agent.read_options(told["ProgramArguments"][3:]) == asked
+    assert told["RunAtLoad"] is True and told["KeepAlive"] == {"SuccessfulExit": False}
+    # There is no hosts.json: as launchd starts it again and again.
+    assert [agent.main(told["ProgramArguments"][3:]) for _ in range(4)] == [1, 1, 0, 0]
+    assert "cannot be read" in service.status().parked
+    service.install(command=asked.command())
+    assert service.status().parked == ""
 
 
 def test_asked_to_end_the_set_is_told_and_ends(tmp_path: Path) -> None:
