@@ -41,6 +41,8 @@ PORT_STEP: Final = 100
 _NICEST: Final = 19
 _BIND: Final = re.compile(r"(Couldn't bind socket|cannot listen at \S+) \(error: \d+\)")
 """As MLX's ring and `rank.py` say it: 48 and 98 are ports in use; macOS says 49 of a port, too."""
+_GONE: Final = re.compile(r"Node with rank \d+ (exited with code [1-9]|was killed)")
+"""As `mlx.launch` says it, which then ends the other ranks, and waits for ever for one that is frozen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ class Supervisor:
         if self._asked.is_set():
             self.end()
         threading.Thread(target=calm, args=(process.pid, len(self._hosts)), name="calm", daemon=True).start()
-        self._await(process, launch.ended)
+        self._await(process, launch.ended, seen)
         pump.join(5.0)
         code, lost = _read_ended(launch.ended)
         port_taken = any(_BIND.search(line) for line in seen)
@@ -191,12 +193,12 @@ class Supervisor:
             )
         return Outcome(code, lost, port_taken, time.monotonic() - began)
 
-    def _await(self, process: "subprocess.Popen[bytes]", ended: Path) -> None:
-        """Until `mlx.launch` has ended; what hangs once the first Mac has, or once asked to end, is ended by force."""
+    def _await(self, process: "subprocess.Popen[bytes]", ended: Path, seen: Sequence[str]) -> None:
+        """Until `mlx.launch` has ended; what hangs once a Mac has ended, or once asked to end, is ended by force."""
         deadline: float | None = None
         while process.poll() is None:
             time.sleep(0.1)
-            if deadline is None and (ended.is_file() or self._asked.is_set()):
+            if deadline is None and (ended.is_file() or self._asked.is_set() or any(_GONE.search(line) for line in list(seen))):
                 deadline = time.monotonic() + LEAVE_SECONDS
             if deadline is not None and time.monotonic() > deadline:
                 break

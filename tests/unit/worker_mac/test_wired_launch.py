@@ -159,6 +159,14 @@ def test_what_hangs_after_the_worker_has_ended_is_killed(tmp_path: Path, monkeyp
     assert time.monotonic() - began < 30
 
 
+def test_a_rank_that_is_frozen_does_not_hold_the_others_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "LEAVE_SECONDS", 0.3)
+    frozen = 'print("\\033[33m[WARN] Node with rank 1 exited with code 75 \\033[0m", file=sys.stderr, flush=True)\n    time.sleep(60)\n'
+    began = time.monotonic()
+    assert supervisor(tmp_path, f"if number == 1:\n    {frozen}{DONE}").run() == 0
+    assert len(starts(tmp_path)) == 2 and time.monotonic() - began < 30
+
+
 def test_the_program_stands_under_one_relative_path_in_every_home(tmp_path: Path) -> None:
     link_here(tmp_path)
     assert (tmp_path / "stoa-wired" / "venv" / "bin" / "python").resolve() == Path(sys.executable).resolve()
