@@ -22,6 +22,8 @@ from stoa.contracts.errors import ConfigError, MissingExtraError, ModelMissingEr
 
 PAPERSEARCHQA: Final = "jmhb/PaperSearchQA"
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@([0-9a-f]{40})")
+FETCHED: Final = "fetched.txt"
+"""In a fetched folder: the name and commit of the data set in it."""
 _WANTED: Final = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.jsonl.zst")
 _EXAMPLES: Final = 5
 _MARKS: Final[Mapping[Split, str]] = {"train": "q", "held_out": "h", "transfer": "x"}
@@ -37,6 +39,8 @@ class Report:
     kept: Counter[str] = field(default_factory=Counter[str])
     removed: Counter[str] = field(default_factory=Counter[str])
     answers_removed: int = 0
+    source: str = ""
+    """OWNER/NAME@COMMIT of the data set, "" where files came another way."""
     examples: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def remove(self, split: Split, reason: str, row: Row) -> None:
@@ -55,6 +59,7 @@ class Report:
             "removed": dict(self.removed),
             "answers_removed": self.answers_removed,
             "examples": self.examples,
+            **({"source": self.source} if self.source else {}),
         }
 
 
@@ -63,7 +68,7 @@ def build_questions(source: Path, folder: Path, transfer: Path | None = None) ->
 
     Raises ConfigError if files or columns are missing, or a leak is left after cleaning.
     """
-    report = Report()
+    report = Report(source=source_of(source))
     raw: dict[Split, Iterable[Fields]] = {
         "train": read_split(source, "train"),
         "held_out": read_split(source, "test"),
@@ -120,7 +125,8 @@ def read_split(place: Path, split: str) -> Iterator[Fields]:
 def fetch(name: str, folder: Path, *, endpoint: str | None = None) -> None:
     """Fetch the files of a hub's data set, `owner/name@COMMIT`, into a folder; a fetch that was cut short goes on.
 
-    Raises ConfigError for a name without a pinned commit, ModelMissingError if the hub cannot be reached or lacks it.
+    Raises ConfigError for a name without a pinned commit, or a folder that holds another one's files, ModelMissingError if
+    the hub cannot be reached or lacks it.
     """
     named = _NAME.fullmatch(name)
     if named is None:
@@ -134,6 +140,8 @@ def fetch(name: str, folder: Path, *, endpoint: str | None = None) -> None:
         raise MissingExtraError("a hub's data are fetched with huggingface_hub", hint="run `pip install 'stoa[papers]'`") from error
     owner_name, revision = named.groups()
     folder.mkdir(parents=True, exist_ok=True)
+    if (there := source_of(folder)) not in ("", name):
+        raise ConfigError(f"{folder} holds {there}: files of two data sets would be mixed", hint="fetch into another folder")
     try:
         snapshot_download(
             owner_name, repo_type="dataset", revision=revision, local_dir=folder, allow_patterns=list(_WANTED), endpoint=endpoint
@@ -144,6 +152,17 @@ def fetch(name: str, folder: Path, *, endpoint: str | None = None) -> None:
             f"{name} is not on this host and cannot be fetched: {reason}",
             hint=f"where there is a network run `hf download {owner_name} --repo-type dataset --revision {revision} --local-dir DIR`",
         ) from error
+    # Not before: the hub's client takes a folder that holds anything for a data set that is there.
+    (folder / FETCHED).write_text(f"{name}\n", "utf-8")
+
+
+def source_of(place: Path) -> str:
+    """The data set that was fetched into a folder, OWNER/NAME@COMMIT; "" if nobody says so."""
+    try:
+        said = (place / FETCHED).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return said if _NAME.fullmatch(said) else ""
 
 
 def _with_answers(split: Split, entries: Iterable[Fields], report: Report) -> Iterator[tuple[Row, str]]:

@@ -27,11 +27,13 @@ class PaperSearchSettings:
     """Settings of a run's `environment` table.
 
     `questions` and `index` are places on each host (`~` is its home), or the address of a search server; the ids, which
-    `stoa search` prints, make sure that all hosts mean the same.
+    `stoa search` prints, make sure that all hosts mean the same. `questions_source`: the data set with its commit,
+    OWNER/NAME@COMMIT, that the questions must have been built from.
     """
 
     questions: str = ""
     questions_id: str = ""
+    questions_source: str = ""
     index: str = ""
     index_id: str = ""
     search_seconds: float = 10.0
@@ -65,7 +67,8 @@ def create(settings: Mapping[str, Setting], tokenizer_json: bytes) -> Environmen
     asked = read_settings(NAME, PaperSearchSettings, settings)
     asked.check()
     renderer = ChatRenderer(tokenizer_json)
-    questions = load_questions(Path(asked.questions).expanduser() if asked.questions else SMALL, asked.questions_id)
+    folder = Path(asked.questions).expanduser() if asked.questions else SMALL
+    questions = load_questions(folder, asked.questions_id, asked.questions_source)
     place, index_id = (asked.index, asked.index_id) if asked.index else (str(small_index()), "")
     retriever = open_retriever(place, index_id=index_id, seconds=asked.search_seconds)
     # A turn may hold one call more than are answered. The shipped index is in memory and tiny.

@@ -99,15 +99,20 @@ def folder_id(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def load_questions(folder: Path, questions_id: str = "") -> dict[str, Question]:
-    """All questions of a folder by id, train first.
+def load_questions(folder: Path, questions_id: str = "", source: str = "") -> dict[str, Question]:
+    """All questions of a folder by id, train first. source: data set with its commit that they must have been built from.
 
-    Raises FormatError for a folder that is none, ConfigError for one with leaks or of another id than the one wanted.
+    Raises FormatError for a folder that is none, ConfigError for one with leaks or of another id or source than wanted.
     """
     found = folder_id(folder)
     if questions_id and found != questions_id:
         raise ConfigError(
             f"{folder}: questions {found}, but the run was set up for {questions_id}", hint="use a copy of the run's questions"
+        )
+    if source and (said := _source(folder)) != source:
+        raise ConfigError(
+            f"{folder}: built from {said or 'files of unknown origin'}, but the run was set up for {source}",
+            hint=f"stoa search fetch {source} SOURCE, then stoa search questions SOURCE FOLDER",
         )
     built: Built = {split: tuple(_read(folder / f"{split}.jsonl")) for split in SPLITS}
     _refuse_leaks(str(folder), built)
@@ -126,6 +131,14 @@ def small_index() -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     build_index(SMALL_CORPUS, folder / "index")
     return folder / "index"
+
+
+def _source(folder: Path) -> str:
+    try:
+        report = cast("object", json.loads((folder / REPORT).read_text("utf-8")))
+    except (OSError, ValueError):
+        return ""
+    return str(cast("dict[str, object]", report).get("source", "")) if isinstance(report, dict) else ""
 
 
 def _read(path: Path) -> Iterable[Row]:

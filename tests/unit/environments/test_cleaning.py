@@ -223,6 +223,16 @@ def test_data_are_fetched_from_a_hub_by_name_and_commit(hub: str, tmp_path: Path
     assert not (tmp_path / "fetched/README.md").exists()
     _, report = build_questions(tmp_path / "fetched", tmp_path / "built")
     assert report.kept == {"train": 1, "held_out": 1, "transfer": 0}
+    pinned = f"someone/papers@{REVISION}"
+    assert json.loads((tmp_path / "built/report.json").read_text())["source"] == pinned
+    assert load_questions(tmp_path / "built", source=pinned)
+    with pytest.raises(ConfigError, match="set up for someone/papers@f"):
+        load_questions(tmp_path / "built", source="someone/papers@" + "f" * 40)
+    with pytest.raises(ConfigError, match="would be mixed"):
+        fetch("someone/papers@" + "f" * 40, tmp_path / "fetched", endpoint=hub)
+    build_questions(tmp_path / "hub", tmp_path / "unknown")
+    with pytest.raises(ConfigError, match="files of unknown origin"):
+        load_questions(tmp_path / "unknown", source=pinned)
     with pytest.raises(ModelMissingError, match="cannot be fetched") as caught:
         fetch(f"someone/other@{REVISION}", tmp_path / "other", endpoint=hub)
     assert "--repo-type dataset" in caught.value.hint
