@@ -253,9 +253,10 @@ class Control:
         async def one(host: str) -> SessionStatus | None:
             handle = client.get_workflow_handle(names.session_workflow_id(run, host), result_type=SessionStatus)
             try:
-                return await handle.result(rpc_timeout=timedelta(seconds=QUERY_SECONDS))
+                said = await handle.result(rpc_timeout=timedelta(seconds=QUERY_SECONDS))
             except (RPCError, WorkflowFailureError):
                 return None  # the newest session of this host failed, or is open again
+            return said if said.host == host else None  # as in `_sessions`
 
         hosts = await self._hosts(run, "Completed")
         return tuple(said for said in await asyncio.gather(*map(one, hosts)) if said is not None)
