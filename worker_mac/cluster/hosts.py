@@ -6,6 +6,7 @@ Addresses on the wire change at every reboot: they are looked up, by `probe.py`,
 """
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ PORT: Final = 3700
 """MLX's own default is often taken on a Mac."""
 CONTROL_OFFSET: Final = 50
 _FIELDS: Final = frozenset(("ssh", "ips", "rdma", "memory_bytes", "bandwidth_bytes"))
+_NAME: Final = re.compile(r"[^-\s\x00-\x1f][^\s\x00-\x1f]*")
+"""What SSH takes for a name, and not for an option."""
 _HINT: Final = 'write a list like [{"ssh": "127.0.0.1"}, {"ssh": "mini.local"}], this Mac first'
 
 
@@ -73,7 +76,7 @@ def read_split(path: Path) -> Split:
 def _read(path: Path) -> object:
     try:
         return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WiredError(f"{path}: cannot be read: {error}", hint=_HINT) from error
 
 
@@ -84,10 +87,10 @@ def _host(path: Path, number: int, entry: object) -> WiredHost:
         raise WiredError(f"{path}: {odd[0]} is not a setting of a host", hint=f"known are {', '.join(sorted(_FIELDS))}")
     numbers = {name: entry.get(name, 0) for name in ("memory_bytes", "bandwidth_bytes")}
     for name, value in numbers.items():
-        if not isinstance(value, int) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise WiredError(f"{path}: {name} of {entry['ssh']} is {value!r}, not a whole number", hint=_HINT)
     ips, rdma = entry.get("ips", []), entry.get("rdma", [])
-    if not isinstance(ips, list) or not isinstance(rdma, list) or entry["ssh"].startswith("-"):
+    if not isinstance(ips, list) or not isinstance(rdma, list) or not _NAME.fullmatch(entry["ssh"]):
         raise WiredError(f"{path}: entry {number} is not what MLX's hostfile has", hint=_HINT)
     return WiredHost(entry["ssh"], tuple(str(ip) for ip in ips), tuple(None if one is None else str(one) for one in rdma), **numbers)
 

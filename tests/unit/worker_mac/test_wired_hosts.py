@@ -73,6 +73,10 @@ def test_hosts_are_read_as_mlx_writes_them(tmp_path: Path) -> None:
         ([{"ssh": "127.0.0.1"}, {"ssh": "a", "memory": 3}], "memory is not a setting"),
         ([{"ssh": "127.0.0.1"}, {"ssh": "a", "memory_bytes": "9"}], "not a whole number"),
         ([{"ssh": "127.0.0.1"}, {"ssh": "-oProxyCommand=x"}], "not what MLX's hostfile has"),
+        ([{"ssh": "127.0.0.1"}, {"ssh": "a\x00b"}], "not what MLX's hostfile has"),
+        ([{"ssh": "127.0.0.1"}, {"ssh": "a b"}], "not what MLX's hostfile has"),
+        ([{"ssh": "127.0.0.1"}, {"ssh": "a", "ips": "b"}], "not what MLX's hostfile has"),
+        ([{"ssh": "127.0.0.1"}, {"ssh": "a", "memory_bytes": True}], "not a whole number"),
         ([{"ssh": "127.0.0.1"}, {"ip": "a"}], "no ssh name"),
         ("nonsense", "not a list"),
     ],
@@ -95,6 +99,15 @@ def test_what_is_shared_out_stands_in_the_file_and_in_the_line(tmp_path: Path) -
     path = written(tmp_path, {"hosts": rows, "splt": "tensor"})
     with pytest.raises(WiredError, match="splt is not a setting"):
         read_hosts(path)
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"", b"[" * 200_000, b"{"])
+def test_a_file_that_is_no_json_is_told_and_never_a_crash(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "hosts.json"
+    path.write_bytes(data)
+    for read in (read_hosts, read_split):
+        with pytest.raises(WiredError, match="cannot be read"):
+            read(path)
 
 
 def test_addresses_are_those_of_the_bridge_now_whatever_the_file_says() -> None:
