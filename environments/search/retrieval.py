@@ -20,7 +20,7 @@ from typing import Final, Protocol, cast
 
 from environments.search.paper_index import PaperIndex
 from environments.search.terms import cleaned_query
-from stoa.contracts.errors import ConfigError, InfrastructureFaultError
+from stoa.contracts.errors import ConfigError, FormatError, InfrastructureFaultError
 
 MOST_PASSAGES: Final = 100
 MOST_CONTENT_CHARS: Final = 65_536
@@ -117,8 +117,11 @@ class LocalRetriever:
         return self.remembered.get(cleaned, top_k, lambda: self._find(cleaned, top_k))
 
     def _find(self, query: str, top_k: int) -> tuple[Passage, ...]:
-        hits = self.index.search(query, top_k, deadline=time.monotonic() + self._seconds)
-        documents = [(self.index.document(hit.number), hit.score) for hit in hits]
+        try:
+            hits = self.index.search(query, top_k, deadline=time.monotonic() + self._seconds)
+            documents = [(self.index.document(hit.number), hit.score) for hit in hits]
+        except FormatError as error:  # damaged since it was opened: no episode's doing
+            raise InfrastructureFaultError(error.message, hint=error.hint) from error
         return tuple(Passage(document.id, document.contents, score) for document, score in documents)
 
 

@@ -23,6 +23,7 @@ import json
 from array import array
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tokenize import TokenError
 from typing import Final
 
 import numpy as np
@@ -44,6 +45,7 @@ _ROUNDING: Final = 1.0 + 1e-5
 _WORTH: Final = 2
 """Looking documents up pays where the weak terms have so many times the postings of the strong ones."""
 _NUMPY: Final = {"dtype": "float32", "int_dtype": "int32", "backend": "numpy"}
+_ANEW: Final = "delete this shard's folder and build the index again"
 _PARAMS: Final = {"k1": K1, "b": B, "delta": 0.5, "method": "lucene", "idf_method": "lucene", **_NUMPY}
 SCORES, DOCUMENTS, STARTS = "data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy"
 _KEYS, _TEXTS, _BLOCKS, _ABOUT = "keys.npy", "texts.zst", "blocks.npy", "shard.json"
@@ -190,8 +192,12 @@ def read_about(folder: Path) -> About:
 def check_digests(folder: Path) -> None:
     """Raise FormatError for a file that is not as it was written."""
     for name, digest in read_about(folder).digests.items():
-        if _digest(folder / name) != digest:
-            raise FormatError(f"{folder / name} is damaged", hint="delete this shard's folder and build the index again")
+        try:
+            is_sound = _digest(folder / name) == digest
+        except OSError as error:
+            raise FormatError(f"{folder / name} cannot be read: {error}", hint=_ANEW) from error
+        if not is_sound:
+            raise FormatError(f"{folder / name} is damaged", hint=_ANEW)
 
 
 class Shard:
@@ -206,8 +212,9 @@ class Shard:
             )
             self._blocks = np.load(folder / _BLOCKS)
             self._texts = np.memmap(folder / _TEXTS, np.uint8, "r")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError, SyntaxError, TokenError) as error:
             raise FormatError(f"{folder}: {error}", hint="build the index again; finished shards are kept") from error
+        self._folder = folder
         num_postings = int(self._starts[-1])
         fits = len(self._starts) == len(self._keys) + 1 and num_postings == len(self._documents) == len(self._scores)
         if not about.scored or not fits or int(self._blocks[-1]) != len(self._texts):
@@ -229,8 +236,14 @@ class Shard:
 
         A score is the sum over terms, added in the order of `places` (int64 [n, 2]). `most` float64 [n] bounds what a term can
         add. Terms that cannot reach the floor even together are looked up for the documents of the other terms only (the
-        MaxScore rule of Turtle and Flood 1995); that changes no sum and no result.
+        MaxScore rule of Turtle and Flood 1995); that changes no sum and no result. Raises FormatError for a damaged file.
         """
+        try:
+            return self._best(places, most, floor)
+        except IndexError as error:
+            raise FormatError(f"{self._folder}: a posting of a document that is not there", hint=_ANEW) from error
+
+    def _best(self, places: NDArray[np.int64], most: NDArray[np.float64], floor: float) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         lengths = places[:, 1] - places[:, 0]
         order = np.argsort(most, kind="stable")
         weak = order[: int(np.searchsorted(np.cumsum(most[order]) * _ROUNDING, floor, side="right"))]
@@ -265,11 +278,14 @@ class Shard:
         return total
 
     def document(self, number: int) -> Document:
-        """The document of this number within the shard."""
+        """The document of this number within the shard. Raises FormatError for a damaged file."""
         block = number // BLOCK
         frame = self._texts[int(self._blocks[block]) : int(self._blocks[block + 1])].tobytes()
-        entries = json.loads(zstandard.ZstdDecompressor().decompress(frame, max_output_size=1 << 27))
-        name, contents = entries[number % BLOCK]
+        try:
+            entries = json.loads(zstandard.ZstdDecompressor().decompress(frame, max_output_size=1 << 27))
+            name, contents = entries[number % BLOCK]
+        except (zstandard.ZstdError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise FormatError(f"{self._folder / _TEXTS} is damaged: {error}", hint=_ANEW) from error
         return Document(name, contents)
 
 

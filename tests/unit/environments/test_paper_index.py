@@ -13,6 +13,7 @@ import zstandard
 
 from environments.search.building import IndexAbout, build_index, read_index_about, shard_folder
 from environments.search.paper_index import PaperIndex
+from environments.search.retrieval import LocalRetriever
 from environments.search.shard import Shard, inverse_frequency
 from environments.search.source import read_lines
 from environments.search.terms import cleaned_query, query_terms, term_keys, terms_of
@@ -193,6 +194,35 @@ def test_damaged_index_is_refused(built: tuple[Path, IndexAbout], tmp_path: Path
     path.unlink()
     with pytest.raises(FormatError):
         PaperIndex(folder)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_damage_to_a_file_is_an_untyped_error_or_a_wrong_answer_that_verify_misses(
+    built: tuple[Path, IndexAbout], tmp_path: Path, seed: int
+) -> None:
+    folder, chance = built[0], random.Random(seed)
+    shard = next(path for path in sorted(folder.iterdir()) if path.is_dir())
+    for path in sorted(path for path in shard.iterdir() if path.name != "params.index.json"):
+        for damage in ("cut", "empty", "flipped", "gone", "zeros", "ones"):
+            hurt = tmp_path / f"{path.name}-{damage}"
+            shutil.copytree(folder, hurt)
+            target, data = hurt / shard.name / path.name, bytearray(path.read_bytes())
+            target.unlink()
+            if damage == "flipped":
+                for _ in range(1 + len(data) // 64):
+                    data[chance.randrange(len(data))] ^= 1 + chance.randrange(255)
+            cut = {"cut": data[: len(data) // 2], "empty": b"", "flipped": data, "zeros": bytes(len(data)), "ones": b"\xff" * len(data)}
+            if damage != "gone":
+                target.write_bytes(cut[damage])
+            try:
+                found = LocalRetriever(hurt)
+                for query in ("w1", "w2 w3", "w4 w5 w6"):
+                    found.search(query, 5)
+            except (FormatError, InfrastructureFaultError):
+                pass
+            with pytest.raises(FormatError):
+                PaperIndex(hurt, verify=True)
+            shutil.rmtree(hurt)
 
 
 def test_search_past_its_deadline_is_no_result(built: tuple[Path, IndexAbout]) -> None:
