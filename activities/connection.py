@@ -26,6 +26,7 @@ from temporalio.runtime import Runtime, TelemetryConfig
 from temporalio.service import KeepAliveConfig, RPCError, RPCStatusCode, TLSConfig
 from temporalio.worker import Worker
 
+from activities.signals import DropEmptySignals
 from activities.watch import LAG_SECONDS, SILENT_SECONDS, WATCH_SECONDS, WatchedRuntime, end_if_hung
 from stoa.contracts import names
 from stoa.contracts.access import PLAIN, Access
@@ -305,6 +306,7 @@ def make_worker(
         max_heartbeat_throttle_interval=HEARTBEAT_THROTTLE,
         default_heartbeat_throttle_interval=HEARTBEAT_THROTTLE,
         sticky_queue_schedule_to_start_timeout=STICKY_TIMEOUT,
+        interceptors=[DropEmptySignals()] if workflows else [],
     )
 
 

@@ -308,25 +308,23 @@ class RunWorkflow:
         upsert(plan.attributes(self._state, self._rules, self._clock.now()), self._shown)
 
     @workflow.signal(name=names.FLEET_EVENT)
-    def fleet_event(self, event: FleetEvent | None = None) -> None:
+    def fleet_event(self, event: FleetEvent) -> None:
         """A Mac joined or left."""
-        if event is not None:  # null is no event, and a signal that fails is tried again for ever
-            self._take(event)
+        self._take(event)
 
     @workflow.signal(name=names.EVAL_DONE)
-    def eval_done(self, result: EvaluationResult | None = None) -> None:
+    def eval_done(self, result: EvaluationResult) -> None:
         """An evaluation has its result."""
-        if result is not None:
-            self._take(result)
+        self._take(result)
 
     @workflow.update(name=names.PAUSE)
-    def pause(self, ask: Ask) -> RunStatus:
+    def pause(self, ask: Ask | None = None) -> RunStatus:
         """Take no new steps and let the Macs pause; what runs is finished."""
-        self._take(Asked("pause", ask.reason))
+        self._take(Asked("pause", ask.reason if ask else ""))
         return self._status(self._clock.now())
 
     @pause.validator
-    def check_pause(self, ask: Ask) -> None:
+    def check_pause(self, ask: Ask | None = None) -> None:
         """Refuse what cannot be paused."""
         self._refuse_if_ending("pause")
         if self._state.paused and not self._state.macs_go_on:
@@ -335,26 +333,26 @@ class RunWorkflow:
             raise _refusal(f"run {self._rules.run} is draining: {self._state.reason}")
 
     @workflow.update(name=names.RESUME)
-    def resume(self, ask: Ask) -> RunStatus:
+    def resume(self, ask: Ask | None = None) -> RunStatus:
         """Undo a pause."""
-        self._take(Asked("resume", ask.reason))
+        self._take(Asked("resume", ask.reason if ask else ""))
         return self._status(self._clock.now())
 
     @resume.validator
-    def check_resume(self, ask: Ask) -> None:
+    def check_resume(self, ask: Ask | None = None) -> None:
         """Refuse what is not paused."""
         self._refuse_if_ending("resume")
         if not self._state.paused:
             raise _refusal(f"run {self._rules.run} is not paused")
 
     @workflow.update(name=names.DRAIN)
-    def drain(self, ask: Ask) -> RunStatus:
+    def drain(self, ask: Ask | None = None) -> RunStatus:
         """Grant no more sweeps, train on what is on the way, then end."""
-        self._take(Asked("drain", ask.reason))
+        self._take(Asked("drain", ask.reason if ask else ""))
         return self._status(self._clock.now())
 
     @drain.validator
-    def check_drain(self, ask: Ask) -> None:
+    def check_drain(self, ask: Ask | None = None) -> None:
         """Refuse what drains or ends already."""
         self._refuse_if_ending("drain")
         if self._state.draining:
@@ -370,6 +368,7 @@ class RunWorkflow:
     def check_anchor_cadence(self, cadence: AnchorCadence) -> None:
         """Refuse a number that is none."""
         self._refuse_if_ending("change its anchors")
+        _refuse_nothing(cadence)
         if not 1 <= cadence.every_versions <= MAX_CADENCE:
             raise _refusal(f"an anchor every {cadence.every_versions} versions: it must be 1 to {MAX_CADENCE}")
 
@@ -384,6 +383,7 @@ class RunWorkflow:
     def check_evaluate(self, ask: EvalAsk) -> None:
         """Refuse a version that is not there, a name that is taken, and more than can be played at once."""
         self._refuse_if_ending("evaluate")
+        _refuse_nothing(ask)
         reason = plan.no_evaluation(ask, self._state)
         if reason:
             raise _refusal(f"run {self._rules.run}: {reason}")
@@ -424,6 +424,7 @@ class RunWorkflow:
 
     def _check_decision(self, ask: MacAsk, state: StandingState) -> None:
         run = self._rules.run
+        _refuse_nothing(ask)
         if not is_name(ask.host):
             raise _refusal(f"{ask.host!r} is no name of a Mac")
         tried = ask.host in fleet.on_trial(self._state)
@@ -436,9 +437,9 @@ class RunWorkflow:
             raise _refusal(f"{fleet.MAX_BANNED} Macs of run {run} are quarantined or drained: release some first")
 
     @workflow.update(name=names.STOP)
-    def stop(self, ask: Ask) -> RunStatus:
+    def stop(self, ask: Ask | None = None) -> RunStatus:
         """End the run: finish the step, publish, save, evaluate. A second time: without the evaluation."""
-        self._take(Asked("stop", ask.reason))
+        self._take(Asked("stop", ask.reason if ask else ""))
         return self._status(self._clock.now())
 
     def _refuse_if_ending(self, what: str) -> None:
@@ -470,6 +471,12 @@ class RunWorkflow:
     def standing(self, query: StandingQuery) -> Standing:
         """Whether a Mac may play."""
         return fleet.standing_of(self._state, self._rules.run, query.host)
+
+
+def _refuse_nothing(argument: object) -> None:
+    """Null passes for any argument, whatever its type says."""
+    if argument is None:
+        raise _refusal("the update needs an argument, as JSON")
 
 
 def _refusal(text: str) -> ApplicationError:
