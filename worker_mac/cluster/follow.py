@@ -14,7 +14,7 @@ import structlog
 from numpy.typing import NDArray
 
 from metal.sizes import ATTENTION_BYTES
-from stoa.contracts.errors import FormatError, StoaError, WrongStateError
+from stoa.contracts.errors import FormatError, GpuInterruptedError, StoaError, WrongStateError
 from stoa.weights.layout import RawType, layout_of
 from worker_mac.cluster.orders import drawn_answer, fault_answer, read_change, read_sampling, read_step
 from worker_mac.cluster.parts import PartState, PartWeights
@@ -72,6 +72,9 @@ class Follower:
             except StoaError as error:
                 _log.warning("order_failed", op=order.op, reason=error.message)
                 self._channel.send(fault_answer(error, number))
+                if order.op in ("step", "logits") and not isinstance(error, GpuInterruptedError):
+                    # Others may wait for this step in a collective, or have sent what would be taken for the next one's.
+                    raise
                 continue
             self._channel.send(Message("done", {"id": number, **fields}, arrays))
 

@@ -3,28 +3,34 @@
 import io
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from stoa.contracts.errors import FormatError, GpuInterruptedError, RankLostError, WiredError
+from stoa.weights.pulse import Change
 from tests.servers import free_ports
 from tests.unit.worker_mac.policies import TINY, model_of, random_state
 from tests.unit.worker_mac.tasks import Dialogue, play
 from tests.unit.worker_mac.test_wired import castings, same
-from tests.unit.worker_mac.wired import wired_set
+from tests.unit.worker_mac.wired import QueueLink, fill, wired_set
 from worker_mac.cluster import rank as ranks
+from worker_mac.cluster.follow import Follower
 from worker_mac.cluster.lanes import Lane, Lanes
+from worker_mac.cluster.lead import Ranks, WiredSet
 from worker_mac.cluster.link import Watchdog
 from worker_mac.cluster.wire import Channel, Message
 from worker_mac.decoder import Drawn
+from worker_mac.forced import Forced
 from worker_mac.pages import Pages, PoolKey
 from worker_mac.plan import Work
 from worker_mac.sweep import Sweep, cast
@@ -173,6 +179,67 @@ def test_an_interrupted_step_of_one_half_is_made_good_in_both() -> None:
         assert all(one.ended for one in lanes.run(halves))
     assert 1 <= breaking.resets <= 3
     same(found, expected)
+
+
+class Leaving(Channel):
+    """Ends at the first order of a kind, before it is done."""
+
+    op = ""
+
+    def receive(self) -> Message:
+        found = super().receive()
+        if found.op == self.op:
+            self.close()
+            raise RankLostError("killed")
+        return found
+
+
+PHASES = ("layers", "put", "digests", "apply", "pool")
+
+
+# A sum that is broken in a step of a tensor split is for a real ring to tell.
+@pytest.mark.parametrize(("op", "split"), [*((op, "pipeline") for op in (*PHASES, "step")), *((op, "tensor") for op in (*PHASES, "get"))])
+def test_a_mac_that_is_gone_at_any_order_is_told_to_whoever_waits_and_ends_the_set_once(op: str, split: str) -> None:
+    config = TINY | {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+    state, lost, queues = random_state(config), [], [queue.Queue(), queue.Queue()]
+    here, there = socket.socketpair()
+    leaving = Leaving(there, "the first Mac")
+    leaving.op = op
+
+    def follow() -> None:
+        with suppress(RankLostError):
+            Follower(leaving, QueueLink(queues[0], queues[1], 1)).run()
+
+    following = threading.Thread(target=follow)
+    following.start()
+    others = Ranks([Channel(here, "Mac 1")], lost.append)
+    spans = [range(3)] * 2 if split == "tensor" else [range(2), range(2, 3)]
+    with pytest.raises(RankLostError):
+        wired = WiredSet(others, QueueLink(queues[1], queues[0]), config, state.layout, spans, split=split)
+        fill(wired, state)
+        positions = np.arange(0, state.layout.num_codes, 50)
+        flat = np.concatenate([state.arrays[spec.name].reshape(-1) for spec in state.layout.quantised])
+        wired.weights.state.apply(Change(positions, np.where(flat[positions] > 127, -1, 1).astype(np.int16)))
+        wired.weights.state.state_id()
+        decoder = wired.decoder(9, 4)
+        Forced(model_of(config, state), 1, 32, make=lambda *_: Stepped(decoder)).feed([np.arange(4, dtype=np.int32)])
+    following.join(20)
+    deadline = time.monotonic() + 20
+    while not lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(lost) == 1 and isinstance(lost[0], RankLostError) and not following.is_alive()
+    with pytest.raises(RankLostError):
+        others.all(Message("reset"))
+
+
+class Stepped:
+    """Steps where logits are asked for."""
+
+    def __init__(self, decoder: object) -> None:
+        self.decoder = decoder
+
+    def logits(self, work: Work) -> np.ndarray:
+        return self.decoder.step(work, np.zeros(len(work.sequences), np.float32)).logprobs
 
 
 def test_unlike_arrays_on_two_ranks_are_told_in_seconds(tmp_path: Path) -> None:

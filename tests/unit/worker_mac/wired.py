@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import mlx.core as mx
 import numpy as np
@@ -80,7 +80,7 @@ def wired_set(config: Mapping[str, object], state: WeightState | None, spans: li
         here, there = socket.socketpair()
         channels.append(Channel(here, f"Mac {rank}"))
         follower = Follower(Channel(there, "the first Mac"), QueueLink(queues[rank - 1], queues[rank], rank, sums))
-        threads.append(threading.Thread(target=follower.run, daemon=True))
+        threads.append(threading.Thread(target=_follow, args=(follower,), daemon=True))
         threads[-1].start()
     ranks = Ranks(channels, lost.append)
     layout = state.layout if state is not None else layout_of(config, "float32")
@@ -94,6 +94,11 @@ def wired_set(config: Mapping[str, object], state: WeightState | None, spans: li
         for thread in threads:
             thread.join(20)
         assert not any(thread.is_alive() for thread in threads)
+
+
+def _follow(follower: Follower) -> None:
+    with suppress(StoaError):  # as `rank.main` ends
+        follower.run()
 
 
 def fill(wired: WiredSet, state: WeightState) -> None:
