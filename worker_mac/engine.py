@@ -131,6 +131,7 @@ class MacEngine:
         self._tickets = tickets
         target = store if tickets is None else TicketTarget(store, tickets)
         self._uploader = Uploader(Gate(target, lambda: self._guest.may_transfer), self._spool)
+        self._guest.shipping, self._guest.num_refused = lambda: self._uploader.trouble, lambda: self._uploader.num_refused
         self._recovered = False
         self._ended_at = time.monotonic()
         self._busy = False

@@ -58,9 +58,13 @@ class Guest:
         self.caution = Caution()
         """What crashes of the whole Mac ask for."""
         self._sleep_due: float | None = None
-        self._noted: tuple[str, str, bool, float | None] | None = None
+        self._noted: tuple[str, str, bool, float | None, int] | None = None
         self.spool_bytes = 0
         """Kept up to date by the engine."""
+        self.shipping: Callable[[], str] = lambda: ""
+        """Why no further group can be kept or sent; set by the engine, as is the next."""
+        self.num_refused: Callable[[], int] = lambda: 0
+        """Groups that the bucket would not have."""
         self.decision: Decision = replace(PLAY, since_seconds=time.monotonic(), restarted_at_seconds=_last_restart(memory))
 
     def start(self) -> None:
@@ -90,6 +94,7 @@ class Guest:
                 sensed,
                 spent_budget=self._spent_budget(),
                 spool_bytes=self.spool_bytes,
+                shipping=self.shipping(),
                 going_to_sleep=self.going_to_sleep,
                 crash=self.caution.waits(time.time()),
                 share=self.caution.share,
@@ -178,8 +183,8 @@ class Guest:
         """Write down, for people and for the next process, what is so now; nothing if nothing has changed."""
         if self._memory is None:
             return
-        decision, restarted = self.decision, self.decision.restarted_at_seconds
-        now = (decision.state, decision.reason, self.playing_now, restarted)
+        decision, restarted, num_refused = self.decision, self.decision.restarted_at_seconds, self.num_refused()
+        now = (decision.state, decision.reason, self.playing_now, restarted, num_refused)
         if now == self._noted:
             return
         self._noted = now
@@ -188,6 +193,7 @@ class Guest:
             "state": decision.state,
             "reason": decision.reason,
             "is_playing": self.playing_now,
+            "num_refused": num_refused,
             "since": _wall_clock(decision.since_seconds),
             "pid": os.getpid(),
         }
@@ -221,8 +227,9 @@ def said_now(path: Path, pid: int) -> str:
             return ""
         since = time.strftime("%H:%M", time.localtime(float(noted["since"])))
         doing = "plays" if noted["is_playing"] else "waits for groups to play"
+        refused = f"; the bucket refused {noted['num_refused']} groups, see spool/refused" if noted.get("num_refused") else ""
         if noted["state"] in ("full", "gentle"):
-            return doing + (f" gently, since {noted['reason']}" if noted["state"] == "gentle" else "")
-        return f"pauses since {since}: {noted['reason']}"
+            return doing + (f" gently, since {noted['reason']}" if noted["state"] == "gentle" else "") + refused
+        return f"pauses since {since}: {noted['reason']}{refused}"
     except (OSError, ValueError, KeyError, TypeError):
         return ""

@@ -96,10 +96,13 @@ class PanicLog:
             return 0.0, []
 
     def _write(self, began: float, panics: Sequence[float]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_name(f"{self._path.name}.part")
-        part.write_text(json.dumps({"began": began, "panics": list(panics)}), "ascii")
-        part.replace(self._path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({"began": began, "panics": list(panics)}), "ascii")
+            part.replace(self._path)
+        except OSError as error:  # a full disk: what was noted last still stands
+            _log.warning("crashes_not_noted", path=str(self._path), reason=str(error))
 
 
 def panic_reports(folder: Path = REPORTS) -> Sequence[float]:

@@ -59,6 +59,8 @@ class Senses:
     """Which budget of the network is spent, in words; "" for none."""
     spool_bytes: int = 0
     """Disk that finished groups take while they wait for the network."""
+    shipping: str = ""
+    """Why no further group can be kept or sent, in words; "" while they can."""
     free_disk_bytes: int | None = None
     going_to_sleep: bool = False
     """The system waits for us to be still."""
@@ -175,6 +177,8 @@ def _objections(senses: Senses, allowed: MacHost, battery_low: bool) -> Iterator
         yield _Objection("finish", "budget", senses.spent_budget)
     if senses.spool_bytes >= allowed.spool_bytes:
         yield _Objection("hold", "disk", "finished groups wait for the network and fill the disk space they may take")
+    if senses.shipping:
+        yield _Objection("hold", "disk", senses.shipping)
     if senses.free_disk_bytes is not None and senses.free_disk_bytes < allowed.free_disk_bytes:
         yield _Objection("hold", "disk", "the disk is almost full")
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import psutil
 import structlog
 
 from stoa.config.load import PROJECT_ROOT
@@ -104,6 +105,10 @@ class Service:
         Raises WorkerLockedError if a worker that is not the agent's uses the state folder, StoaError if launchd refuses.
         """
         self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Before the agent is ended: one that is to be refused leaves everything as it is.
+        pid, holder = self.status().pid, lock_holder(self._state)
+        if holder is not None and (not pid or not _is_of(holder, pid)):
+            raise locked_error(self._state, holder)
         self._launchctl(("bootout", f"{self._domain}/{LABEL}"))
         self._wait_for_the_folder()
         self._forget_failures()
@@ -199,6 +204,16 @@ class Attempts:
         except (OSError, ValueError):
             return []
         return [str(reason) for reason in found] if isinstance(found, list) else []
+
+
+def _is_of(holder: int, pid: int) -> bool:
+    """True if a folder's holder is the agent's process, or one that it started, as a wired set's; also where it is not known."""
+    if holder in (0, pid):
+        return True
+    try:
+        return any(one.pid == pid for one in psutil.Process(holder).parents())
+    except psutil.Error:
+        return True
 
 
 def run_launchctl(arguments: Sequence[str]) -> Said:

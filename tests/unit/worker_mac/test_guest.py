@@ -194,6 +194,19 @@ def test_on_a_hotspot_finished_groups_wait_on_disk_and_leave_afterwards(publishe
     assert len(shipped(published.store)) == 8
 
 
+def test_no_sweep_begins_while_finished_groups_can_neither_be_kept_nor_sent(published: Publishing, make: Make, mac: Sensed) -> None:
+    guest = Guest(MacHost(), mac)
+    engine = make(guest)
+    engine._uploader._unspooled["runs/r/a"] = b"found no room"
+    guest.look()
+    result = engine.sweep(train_request(), Quiet())
+    assert (result.status, result.reason) == ("paused", "paused: the disk is full: 1 finished groups wait in memory")
+    assert shipped(published.store) == {}
+    engine._uploader._unspooled.clear()
+    guest.look()
+    assert engine.sweep(train_request(), Quiet()).status == "done"
+
+
 def test_a_full_spool_holds_new_groups_and_says_so(published: Publishing, make: Make, mac: Sensed) -> None:
     guest = Guest(MacHost(spool_bytes=1 << 20), mac)
     guest.start()
@@ -363,6 +376,9 @@ def test_what_the_guest_does_is_noted_in_words_for_its_owner(mac: Sensed, tmp_pa
     mac.senses = replace(mac.senses, on_mains=False)
     guest.look()
     assert said_now(path, pid).startswith("pauses since ") and said_now(path, pid).endswith(": the Mac is on battery")
+    guest.num_refused = lambda: 2
+    guest.look()
+    assert said_now(path, pid).endswith(": the Mac is on battery; the bucket refused 2 groups, see spool/refused")
     assert said_now(path, pid + 1) == ""  # a note of an earlier process
     noted = path.stat().st_mtime_ns
     guest.look()

@@ -105,3 +105,12 @@ def test_reports_are_the_panic_files_also_those_put_aside(tmp_path: Path) -> Non
         os.utime(tmp_path / name, (at, at))
     assert panic_reports(tmp_path) == [100.0, 200.0]
     assert panic_reports(tmp_path / "none") == []
+
+
+def test_a_disk_without_room_for_the_note_stops_no_worker(tmp_path: Path) -> None:
+    """What cannot be written is told in the log; what was noted before stands."""
+    folder = tmp_path / "state"
+    folder.write_text("in the place of a folder nothing can be written")
+    log = PanicLog(folder, lambda: [NOW], lambda: NOW)
+    assert log.begin() == Caution()
+    log.end()

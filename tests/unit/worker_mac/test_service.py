@@ -34,6 +34,7 @@ class Launchd:
     def __init__(self) -> None:
         self.loaded: dict[str, dict] = {}
         self.refuses = False
+        self.pid = 4711
         self.asked: list[str] = []
 
     def __call__(self, arguments: Sequence[str]) -> Said:
@@ -49,7 +50,7 @@ class Launchd:
         if verb == "bootout":
             del self.loaded[where]
             return Said(0, "")
-        return Said(0, PRINTED)
+        return Said(0, PRINTED.replace("4711", str(self.pid)))
 
 
 @pytest.fixture
@@ -93,9 +94,23 @@ def test_a_second_worker_on_the_folder_is_refused_by_name_and_no_agent_is_left(s
     assert launchd.loaded
 
 
+def test_an_agent_is_left_as_it_is_where_a_worker_started_by_hand_has_the_folder(
+    service: Service, launchd: Launchd, tmp_path: Path
+) -> None:
+    service.install(tmp_path / "first.toml")
+    agent = dict(launchd.loaded)
+    by_hand = Identity(tmp_path / "state")  # this process, while launchd says that the agent's is 4711
+    launchd.asked.clear()
+    with pytest.raises(WorkerLockedError, match=f"process {os.getpid()} is a worker"):
+        service.install(tmp_path / "second.toml")
+    by_hand.close()
+    assert launchd.loaded == agent and launchd.asked == ["print"]
+    assert service.status().installed and service.status().loaded
+
+
 def test_an_agent_that_is_replaced_has_time_to_let_its_folder_go(service: Service, launchd: Launchd, tmp_path: Path) -> None:
     service.install()
-    running = Identity(tmp_path / "state")
+    running, launchd.pid = Identity(tmp_path / "state"), os.getpid()
     threading.Timer(0.5, running.close).start()
     service.install()
     assert launchd.asked.count("bootstrap") == 2

@@ -1,16 +1,19 @@
+import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
-from stoa.contracts.errors import AccessDeniedError, ObjectExistsError, ServiceUnavailableError, StoaError
-from worker_mac.uploader import WAIT_SECONDS, Spool, Uploader
+from stoa.contracts.errors import AccessDeniedError, ObjectExistsError, ObjectTooLargeError, ServiceUnavailableError, StoaError
+from worker_mac.uploader import MAX_REFUSED, REFUSED, WAIT_SECONDS, Spool, Uploader
 
 
 class Target:
@@ -185,6 +188,147 @@ def test_a_refused_key_for_the_bucket_is_told_and_the_object_kept(tmp_path: Path
             time.sleep(0.01)
     uploader.close()
     assert spool.held() == ["runs/r/a"]
+
+
+def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert holds()
+
+
+def test_an_object_for_which_our_key_was_refused_is_tried_again_and_nothing_more_is_made_meanwhile(tmp_path: Path) -> None:
+    target, spool = Target(), Spool(tmp_path)
+    target.fault = AccessDeniedError("no such key")
+    uploader = Uploader(target, spool, again_seconds=0.05)
+    uploader.put("runs/r/a", b"one")
+    until(lambda: target.tries >= 3)
+    assert "no such key" in uploader.trouble
+    assert uploader.pending() == ["runs/r/a"] and spool.held() == ["runs/r/a"]
+    target.fault = None
+    until(lambda: not uploader.trouble and uploader.num_sent == 1)
+    uploader.close()
+    assert target.objects == {"runs/r/a": b"one"} and spool.held() == []
+
+
+def test_what_the_bucket_will_never_take_is_put_aside_with_the_reason_and_is_in_nobodys_way(tmp_path: Path) -> None:
+    target, spool = Target(), Spool(tmp_path)
+    target.objects["runs/r/a"] = b"earlier"
+    uploader = Uploader(target, spool)
+    uploader.put("runs/r/a", b"later")
+    assert uploader.wait(10)
+    target.fault = ObjectTooLargeError("at most 64 MiB")
+    uploader.put("runs/r/b", b"two")
+    with pytest.raises(ObjectTooLargeError):
+        while uploader.wait(5):
+            time.sleep(0.01)
+    uploader.close()
+    assert uploader.num_refused == 2
+    assert spool.refused() == {"runs/r/a": spool.refused()["runs/r/a"], "runs/r/b": "at most 64 MiB"}
+    assert "taken by other bytes" in spool.refused()["runs/r/a"]
+    assert (tmp_path / REFUSED / quote("runs/r/a", safe="")).read_bytes()[:5] == b"later"
+    assert (spool.held(), spool.num_bytes) == ([], 0)
+    assert Uploader(Target(), Spool(tmp_path)).recover(lambda key: True) == 0
+
+
+def test_only_the_last_of_what_was_put_aside_are_kept(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for number in range(MAX_REFUSED + 2):
+        spool.add(f"runs/r/{number}", b"1")
+        os.utime(tmp_path / quote(f"runs/r/{number}", safe=""), ns=(number, number))
+        spool.put_aside(f"runs/r/{number}", str(number))
+        os.utime(tmp_path / REFUSED / f"{quote(f'runs/r/{number}', safe='')}.why", ns=(number, number))
+    assert sorted(spool.refused().values(), key=int) == [str(number) for number in range(2, MAX_REFUSED + 2)]
+    assert len(list((tmp_path / REFUSED).iterdir())) == 2 * MAX_REFUSED
+
+
+class Faulty(Target):
+    """Fails in a way that nobody foresaw, for some keys and so many times."""
+
+    def __init__(self, failing: dict[str, int]) -> None:
+        super().__init__()
+        self.failing = failing
+
+    def create(self, key: str, data: bytes, *, kind: str = "") -> str:
+        if self.failing.get(key, 0):
+            self.failing[key] -= 1
+            raise RuntimeError(f"a fault of {key}")
+        return super().create(key, data, kind=kind)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_unexpectedly_is_counted_told_and_replaced(tmp_path: Path) -> None:
+    target = Faulty({"runs/r/a": 2})
+    target.open.clear()
+    uploader = Uploader(target, Spool(tmp_path), wait_seconds=(0.01, 0.05))
+    uploader.put("runs/r/a", b"one")
+    until(lambda: uploader.num_failures == 2)
+    assert "RuntimeError: a fault of runs/r/a" in uploader.trouble
+    target.open.set()
+    assert uploader.wait(10)
+    uploader.close()
+    assert target.objects == {"runs/r/a": b"one"}
+    assert (uploader.trouble, uploader.num_refused) == ("", 0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_object_that_ends_the_thread_again_and_again_is_put_aside_and_the_others_go(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    target = Faulty({"runs/r/a": 100})
+    uploader = Uploader(target, spool, wait_seconds=(0.01, 0.05))
+    uploader.put("runs/r/a", b"one")
+    uploader.put("runs/r/b", b"two")
+    assert uploader.wait(10)
+    uploader.close()
+    assert target.objects == {"runs/r/b": b"two"}
+    assert (uploader.num_failures, uploader.num_refused, uploader.trouble) == (3, 1, "")
+    assert spool.refused() == {"runs/r/a": "RuntimeError: a fault of runs/r/a"}
+
+
+FULL_AND_SENDING = """
+import json, resource, sys, time
+from pathlib import Path
+from stoa.contracts.errors import ServiceUnavailableError
+from worker_mac.uploader import Spool, Uploader
+class Away:
+    objects, away = {}, True
+    def create(self, key, data, *, kind=""):
+        if self.away:
+            raise ServiceUnavailableError("away")
+        self.objects[key] = len(data)
+def until(holds):
+    while not holds():
+        time.sleep(0.01)
+target, spool = Away(), Spool(Path(sys.argv[1]))
+uploader = Uploader(target, spool, wait_seconds=(0.01, 0.05), again_seconds=0.1)
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))
+uploader.put("runs/r/first", bytes(20_000))
+uploader.put("runs/r/second", bytes(20_000))
+said = [uploader.trouble, uploader.pending(), spool.held()]
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+until(lambda: not uploader.trouble)
+said += [spool.held()]
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))
+uploader.put("runs/r/third", bytes(20_000))
+said += [uploader.trouble]
+target.away = False
+until(lambda: uploader.wait(1.0))
+said += [target.objects, uploader.trouble, spool.held()]
+print(json.dumps(said))
+"""
+
+
+def test_a_group_that_finds_no_room_on_the_disk_waits_in_memory_is_told_and_is_sent(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL_AND_SENDING, str(tmp_path)], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    full, pending, kept, room, full_again, sent, over, held = json.loads(done.stdout.splitlines()[-1])
+    assert full == "the disk is full: 2 finished groups wait in memory"
+    assert (pending, kept) == (["runs/r/first", "runs/r/second"], [])
+    assert sorted(room) == ["runs/r/first", "runs/r/second"]
+    assert full_again == "the disk is full: 1 finished groups wait in memory"
+    assert sent == dict.fromkeys(("runs/r/first", "runs/r/second", "runs/r/third"), 20_000)
+    assert (over, held) == ("", [])
 
 
 def test_only_bytes_are_taken(tmp_path: Path) -> None:
