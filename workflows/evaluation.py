@@ -125,7 +125,7 @@ class EvaluationWorkflow:
             hosts += page.hosts
             if not page.hosts:
                 break
-        return tuple(host for host in hosts if host not in self._given.suspects) or hosts
+        return parts.trusted(hosts, self._given.suspects)
 
     async def _send(self, handing: parts.Handed) -> None:
         given = self._given

@@ -147,3 +147,8 @@ def _player(host: str, answers: list[tuple[EvalPartDone, float]]) -> EvalPlayer:
         round(num_questions / hours, 1) if hours else 0.0,
         round(tokens / decode_seconds, 1) if decode_seconds else 0.0,
     )
+
+
+def trusted(hosts: tuple[str, ...], suspects: tuple[str, ...]) -> tuple[str, ...]:
+    """Hosts that may be examined on: those under suspicion only where there is nobody else."""
+    return tuple(host for host in hosts if host not in suspects) or hosts

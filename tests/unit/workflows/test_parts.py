@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from activities.connection import DATA_CONVERTER
 from stoa.contracts.evaluation_messages import EvalPartDone, EvalPlayer
-from workflows.parts import Deal, Handed, expire, hand, newest, next_handings, on_answer, players
+from workflows.parts import Deal, Handed, expire, hand, newest, next_handings, on_answer, players, trusted
 
 
 def good(part: int, host: str) -> EvalPartDone:
@@ -97,3 +97,9 @@ def test_deal_of_hundreds_of_parts_fits_a_message() -> None:
         deal = on_answer(deal, EvalPartDone(part, "h" * 48, True, ("k" * 110,), "", 64, 10**6, 1234.5), 1e9 + part)
     DATA_CONVERTER.payload_converter.to_payloads([newest(deal)])  # raises above 16 KiB
     assert newest(deal).num_parts == 400
+
+
+def test_suspects_are_asked_only_where_there_is_nobody_else() -> None:
+    assert trusted(("a", "b", "c"), ("b", "z")) == ("a", "c")
+    assert trusted(("b",), ("b",)) == ("b",)
+    assert trusted((), ("b",)) == ()
