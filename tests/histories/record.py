@@ -101,6 +101,21 @@ async def record_drain(client: Client) -> None:
     await keep(client, handle.id, "run_drained")
 
 
+async def record_bounded_drain(client: Client) -> None:
+    """A drain that ends by its bound: a Mac is said to play on for ever."""
+    world = World(client)
+    world.on_step = lambda request: StepResult("starved", 3, wait_seconds=2, num_missing=5) if request.step == 3 else None
+    world.on_census = lambda request: Census((), 1, "", num_groups_running=5, num_groups_waiting=0)
+    plan = EvaluationPlan(every_versions=0, num_questions_final=0, part_timeout_seconds=2.0)
+    given = rules(stop=StopConditions(), groups_per_step=8, evaluation=plan, starved_seconds=1.0)
+    async with running(Env(client), given, world) as handle:  # type: ignore[arg-type]
+        await until(handle, lambda status: status.step == 2)
+        await handle.execute_update(names.DRAIN, Ask("enough"), result_type=RunStatus)
+        result = await handle.result()
+    assert result.end_reason in ("drained: 5 groups were left", "drained as far as its time allowed: 5 groups were left")
+    await keep(client, handle.id, "run_drain_bound")
+
+
 async def record_session(client: Client) -> None:
     """A failed sweep, a Mac that ends and comes back, a quarantine and a release, a run that stops."""
     world = World(client)
@@ -171,6 +186,7 @@ async def main(address: str) -> None:
     client = await connect(address, "default")
     await record_run(client)
     await record_drain(client)
+    await record_bounded_drain(client)
     await record_session(client)
     await record_refused(client)
     await record_evaluation(client)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from stoa.bucket import keys
 from stoa.bucket.manifest import Signer, canonical, verify
-from stoa.bucket.run_document import claim_run, fetch_model_files, new_run, read_run, upload_model_files
+from stoa.bucket.run_document import RunDocument, claim_run, fetch_model_files, new_run, read_run, upload_model_files
 from stoa.bucket.store import Store
 from stoa.config.run import Learning, RunConfig
 from stoa.contracts.errors import ConfigError, DigestError, FormatError, RunExistsError, RunMissingError, SignatureError
@@ -74,6 +75,21 @@ def test_run_is_claimed_once_and_read_back_whole(store: Store, folder):
     with pytest.raises(RunExistsError, match="demo") as caught:
         claim_run(store, new_run(config, SIGNER, layout_id="layout", model_files=files), SIGNER)
     assert "--resume" in caught.value.hint
+
+
+def test_of_several_who_start_a_run_of_one_name_at_once_one_has_it(store: Store, folder):
+    files = upload_model_files(store, "demo", folder)
+    documents = [new_run(RunConfig(run="demo", seed=seed), SIGNER, layout_id="layout", model_files=files) for seed in range(6)]
+
+    def claim(document: RunDocument) -> RunDocument | None:
+        try:
+            return claim_run(store, document, SIGNER)
+        except RunExistsError:
+            return None
+
+    with ThreadPoolExecutor(len(documents)) as pool:
+        (winner,) = [found for found in pool.map(claim, documents) if found is not None]
+    assert read_run(store, "demo", SIGNER.public_key) == winner
 
 
 def test_run_that_is_not_there_is_missing(store: Store):
