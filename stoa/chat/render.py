@@ -90,7 +90,9 @@ class ChatRenderer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of plain text; the spelling of a special token inside it stays text."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        # JSON from a server may hold half a surrogate pair, which is no text: "?" stands for it.
+        sound = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+        return tuple(self._tokenizer.encode(sound, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens spelled out."""

@@ -52,6 +52,11 @@ def test_text_from_outside_never_becomes_a_special_id(renderer: ChatRenderer, te
     assert sum(map(renderer.is_special, ids)) == len(["startoftext", "im_start", "im_end", "im_start"])
 
 
+def test_half_of_a_surrogate_pair_is_shown_as_a_question_mark(renderer: ChatRenderer) -> None:
+    """JSON of a search server may hold one; the tokenizer takes no such text."""
+    assert renderer.follow([Message("tool", "al\ud800pha \u03b1\udfff")]) == renderer.follow([Message("tool", "al?pha \u03b1?")])
+
+
 def test_special_ids_come_from_the_checkpoint(renderer: ChatRenderer, tokenizer: Tokenizer) -> None:
     shipped = ChatRenderer((POLICY / "tokenizer.json").read_bytes())
     assert renderer.special.im_end == tokenizer.token_to_id("<|im_end|>")
