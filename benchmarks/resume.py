@@ -62,6 +62,14 @@ DEPENDS_ON_WHEN = (
     "zero_variance",
     "changed_",
     "versions_seen",
+    "groups_accepted",
+    "groups_waiting",
+    "untold",
+    "fleet_",
+    "batch_occupancy",
+    "prefix_hit",
+    "peak_memory",
+    "trainer_wait",
 )
 """Metrics that may differ: a resume publishes one version more, and useless groups are counted as they come in."""
 LIFE_SECONDS = 120.0

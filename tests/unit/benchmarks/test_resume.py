@@ -35,6 +35,11 @@ def test_lineage_that_lacks_a_step_is_an_error() -> None:
         faults_of(SimpleNamespace(step=3), [manifest(3, ["g2"]), manifest(1, ["g0"])], STREAM)
 
 
+def test_curve_leaves_out_what_the_fleet_brought_meanwhile_and_keeps_what_the_step_measured() -> None:
+    timed = dict.fromkeys(("fleet_tokens_per_second", "trainer_wait_share", "groups_waiting", "peak_memory_bytes_max", "hosts_untold"), 7.0)
+    assert curve([manifest(1, [], loss=1.0, empty_retrieval_rate=0.5, **timed)]) == [{"loss": 1.0, "empty_retrieval_rate": 0.5}]
+
+
 def test_curve_leaves_out_what_depends_on_when_groups_came() -> None:
     steps = [manifest(2, [], loss=2.0, staleness_max=3.0), manifest(1, [], loss=1.0, alarm_zero_variance_fraction=1.0, dropped_stale=1.0)]
     assert curve(steps) == [{"loss": 1.0}, {"loss": 2.0}]
