@@ -28,7 +28,7 @@ _MOST_ANSWER_BYTES: Final = 64 * 1024 * 1024
 _PART_BYTES: Final = 1024 * 1024
 _REMEMBERED: Final = 65_536
 # A server that cannot be reached, and every way in which what it says is no answer.
-_TROUBLE: Final = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_TROUBLE: Final = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)

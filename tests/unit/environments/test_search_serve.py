@@ -157,6 +157,11 @@ GOOD = b'{"result": [[{"document": {"contents": "found"}, "score": 2}]]}'
         b'{"result": [[{"contents": 5}]]}',
         b'{"result": [[], []]}',
         b"[" * 99_999,
+        b'{"result": [[{"document": {"contents": "x"}, "score": 1' + b"0" * 400 + b"}]]}",
+        b'{"result": [{"contents": "x"}]}',
+        b'{"result": "x"}',
+        b'{"result": [[{"document": "x"}]]}',
+        b"\xff\xfe\x00",
     ],
 )
 def test_server_that_answers_nonsense_is_an_infrastructure_fault(broken: ThreadingHTTPServer, content: bytes) -> None:
