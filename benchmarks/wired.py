@@ -4,8 +4,8 @@
 
 `pipeline_max_difference`: largest distance of a logprob or logit, whole multi-turn sweeps with evictions, prefill and
 decode, 2 and 3 ranks, lfm2_moe, lfm2 and four of mlx-lm's families at 4 and 8 bits; infinite if a token or a chosen expert
-differs. `tensor_parallel_max_difference`: the same of logits with 2, 4 and 8 ranks. Fractions are of the rank with most,
-at 2 ranks. Keys that begin with `warmstart_` are `benchmarks.warmstart`'s.
+differs. `tensor_parallel_max_difference`: the same of a set whose layers are dealt out to 2 and 4 ranks, and of logits with 8.
+Fractions are of the rank with most, at 2 ranks. Keys that begin with `warmstart_` are `benchmarks.warmstart`'s.
 """
 
 import argparse
