@@ -4,7 +4,6 @@ They run on the control queue of a run, beside the workflows; engines (`Granter`
 Sessions live in the namespace `mac` and the run in `core`: crossing from one to the other happens here only.
 """
 
-import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -43,8 +42,6 @@ MAX_SIGNALLED_MACS: Final = 200
 """In a larger fleet Macs come and go too often to signal the run each time: it learns of them by its census."""
 PAGE_BYTES: Final = 12 * 1024
 QUERY_TIMEOUT: Final = timedelta(seconds=8)
-QUERY_PAUSES: Final = (0.1, 0.3, 1.0)
-"""Before a question is asked again that the server had no place for, in seconds: others ask the run things too."""
 
 _HOST: Final = SearchAttributeKey.for_keyword("RlHost")
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
@@ -60,7 +57,6 @@ class FleetActivities:
         self._keeper = keeper
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="fleet")
         self._num_macs = 0
-        self._asking = asyncio.Lock()
 
     def served(self) -> list[Callable[..., Any]]:
         """All of them, for the worker."""
@@ -91,28 +87,16 @@ class FleetActivities:
         if is_older(request.build, names.OLDEST_MAC_BUILD):
             reason = f"build {request.build} is too old for this run: `pip install -U 'stoa>={names.OLDEST_MAC_BUILD}'`"
             return Admitted(ok=False, reason=reason)
+        handle = self._core.get_workflow_handle(names.run_workflow_id(request.run))
         try:
-            standing = await self._standing(request)
+            standing = await handle.query(
+                names.STANDING_QUERY, StandingQuery(request.host), result_type=Standing, rpc_timeout=QUERY_TIMEOUT
+            )
         except RPCError as error:
             if error.status == RPCStatusCode.NOT_FOUND:  # the run has no workflow now: HEAD says what that means
                 return Admitted()
             raise
         return Admitted(ok=standing.state == "free", reason=standing.reason, standing=standing.state)
-
-    async def _standing(self, request: AdmitRequest) -> Standing:
-        """What the run thinks of a Mac. Hundreds may join at once, and the server holds one question to a workflow at a time."""
-        handle = self._core.get_workflow_handle(names.run_workflow_id(request.run))
-        async with self._asking:
-            for pause in QUERY_PAUSES:
-                try:
-                    return await handle.query(
-                        names.STANDING_QUERY, StandingQuery(request.host), result_type=Standing, rpc_timeout=QUERY_TIMEOUT
-                    )
-                except RPCError as error:
-                    if error.status != RPCStatusCode.RESOURCE_EXHAUSTED:
-                        raise
-                await asyncio.sleep(pause)
-            return await handle.query(names.STANDING_QUERY, StandingQuery(request.host), result_type=Standing, rpc_timeout=QUERY_TIMEOUT)
 
     @activity.defn(name=names.TELL_MAC, no_thread_cancel_exception=True)
     async def tell_mac(self, standing: Standing) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from temporalio import workflow
-from temporalio.client import Client, Interceptor, OutboundInterceptor, QueryWorkflowInput, WorkflowHandle
+from temporalio.client import Client, WorkflowHandle
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
@@ -37,8 +37,6 @@ from stoa.contracts.fleet_messages import (
     ReleaseRequest,
     SessionInput,
     SessionStatus,
-    Standing,
-    StandingQuery,
 )
 from stoa.contracts.ports import Progress
 from tests.workflows.test_mac_session import only
@@ -215,53 +213,3 @@ async def test_mac_of_an_old_build_is_refused_with_the_version_to_install(client
     assert not answer.ok  # type: ignore[attr-defined]
     assert "pip install -U 'stoa>=0.1.0'" in answer.reason  # type: ignore[attr-defined]
     assert await do(desk.admit_mac, AdmitRequest(f"r{uuid.uuid4().hex[:8]}", "mac-1", "0.1.0")) == Admitted()
-
-
-@workflow.defn(name="StandingStub", sandboxed=False)
-class StandingStub:
-    """Says of every Mac that it may play."""
-
-    @workflow.run
-    async def run(self) -> None:
-        await workflow.wait_condition(lambda: False)
-
-    @workflow.query(name=names.STANDING_QUERY)
-    def standing(self, question: StandingQuery) -> Standing:
-        """For any host."""
-        return Standing("", question.host, "free", "")
-
-
-class Counting(OutboundInterceptor, Interceptor):
-    """Counts the questions that are with the server at one time."""
-
-    def __init__(self) -> None:
-        self.open = self.most = 0
-
-    def intercept_client(self, next: OutboundInterceptor) -> OutboundInterceptor:
-        """See `Interceptor`."""
-        OutboundInterceptor.__init__(self, next)
-        return self
-
-    async def query_workflow(self, input: QueryWorkflowInput) -> object:
-        """See `OutboundInterceptor`."""
-        self.open += 1
-        self.most = max(self.most, self.open)
-        try:
-            return await super().query_workflow(input)
-        finally:
-            self.open -= 1
-
-
-async def test_macs_that_join_at_once_are_asked_for_one_at_a_time(client: Client) -> None:
-    """The server holds one question to a busy workflow and refuses more: of 300 Macs half did not get in for minutes."""
-    run, counting = f"r{uuid.uuid4().hex[:8]}", Counting()
-    asking = Client(**{**client.config(), "interceptors": [counting]})
-    desk = FleetActivities(asking, client, Engines(), None)  # type: ignore[arg-type]
-    async with make_worker(client, run, workflows=(StandingStub,)):
-        handle = await client.start_workflow(StandingStub.run, id=names.run_workflow_id(run), task_queue=run)
-        try:
-            answers = await asyncio.gather(*(do(desk.admit_mac, AdmitRequest(run, f"mac-{i}", "0.1.0")) for i in range(50)))
-        finally:
-            await handle.terminate()
-    assert answers == [Admitted()] * 50
-    assert (counting.open, counting.most) == (0, 1)
