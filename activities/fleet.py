@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 from temporalio import activity
@@ -19,6 +20,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from activities.connection import RPC_TIMEOUT
 from activities.edge import application_error, run_engine
+from activities.standings import Desk
 from stoa.contracts import names
 from stoa.contracts.errors import FormatError
 from stoa.contracts.evaluation_messages import ListMacsRequest, MacList
@@ -32,7 +34,8 @@ from stoa.contracts.fleet_messages import (
     Released,
     ReleaseRequest,
     Standing,
-    StandingQuery,
+    Standings,
+    StandingsQuery,
 )
 from stoa.contracts.ids import is_name
 from stoa.contracts.messages import Beat, HeadStateRequest, HeadStateResult, LeaseFound, LeaseQuestion
@@ -57,6 +60,7 @@ class FleetActivities:
         self._keeper = keeper
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="fleet")
         self._num_macs = 0
+        self._desks: dict[str, Desk] = {}
 
     def served(self) -> list[Callable[..., Any]]:
         """All of them, for the worker."""
@@ -87,16 +91,18 @@ class FleetActivities:
         if is_older(request.build, names.OLDEST_MAC_BUILD):
             reason = f"build {request.build} is too old for this run: `pip install -U 'stoa>={names.OLDEST_MAC_BUILD}'`"
             return Admitted(ok=False, reason=reason)
-        handle = self._core.get_workflow_handle(names.run_workflow_id(request.run))
+        desk = self._desks.setdefault(request.run, Desk(request.run, partial(self._ask_standings, request.run)))
         try:
-            standing = await handle.query(
-                names.STANDING_QUERY, StandingQuery(request.host), result_type=Standing, rpc_timeout=QUERY_TIMEOUT
-            )
+            standing = await desk.standing(request.host)
         except RPCError as error:
             if error.status == RPCStatusCode.NOT_FOUND:  # the run has no workflow now: HEAD says what that means
                 return Admitted()
             raise
         return Admitted(ok=standing.state == "free", reason=standing.reason, standing=standing.state)
+
+    async def _ask_standings(self, run: str, hosts: tuple[str, ...]) -> Standings:
+        handle = self._core.get_workflow_handle(names.run_workflow_id(run))
+        return await handle.query(names.STANDINGS_QUERY, StandingsQuery(hosts), result_type=Standings, rpc_timeout=QUERY_TIMEOUT)
 
     @activity.defn(name=names.TELL_MAC, no_thread_cancel_exception=True)
     async def tell_mac(self, standing: Standing) -> None:

@@ -19,6 +19,7 @@ with workflow.unsafe.imports_passed_through():
     from stoa.contracts import names
     from stoa.contracts.evaluation_messages import EvalAsk, EvaluationInput, EvaluationResult, EvaluationStart, ListMacsRequest, MacList
     from stoa.contracts.fleet_messages import (
+        MAX_ASKED,
         Census,
         CensusRequest,
         FleetEvent,
@@ -26,8 +27,8 @@ with workflow.unsafe.imports_passed_through():
         FleetQuery,
         Released,
         ReleaseRequest,
-        Standing,
-        StandingQuery,
+        Standings,
+        StandingsQuery,
         StandingState,
     )
     from stoa.contracts.ids import is_name
@@ -467,10 +468,11 @@ class RunWorkflow:
         shown = tuple(rest[: min(query.limit, MAX_PAGE)])
         return VersionsPage(shown, self._state.num_versions, shown[-1].version if len(rest) > len(shown) else -1)
 
-    @workflow.query(name=names.STANDING_QUERY)
-    def standing(self, query: StandingQuery) -> Standing:
-        """Whether a Mac may play."""
-        return fleet.standing_of(self._state, self._rules.run, query.host)
+    @workflow.query(name=names.STANDINGS_QUERY)
+    def standings(self, query: StandingsQuery) -> Standings:
+        """Which of these Macs may not play."""
+        asked = (fleet.standing_of(self._state, self._rules.run, host) for host in query.hosts[:MAX_ASKED])
+        return Standings(tuple(one for one in asked if one.state != "free"))
 
 
 def _refuse_nothing(argument: object) -> None:

@@ -4,7 +4,7 @@ The rules of `messages.py` hold here too: standard-library types, small fields, 
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from stoa.contracts.messages import RunState
 
@@ -238,11 +238,22 @@ class Standing:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class StandingQuery:
-    """How does this Mac stand? A query of RunWorkflow."""
+MAX_ASKED: Final = 40
+"""Macs in one question: their answers fit into one message."""
 
-    host: str
+
+@dataclass(frozen=True)
+class StandingsQuery:
+    """How do these Macs stand? A query of RunWorkflow, for at most MAX_ASKED hosts."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Standings:
+    """Of the Macs asked for, those that are not free."""
+
+    not_free: tuple[Standing, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from stoa.contracts.fleet_messages import (
     Hello,
     SessionInput,
     Standing,
-    StandingQuery,
+    Standings,
+    StandingsQuery,
     SweepRequest,
     SweepResult,
 )
@@ -155,8 +156,8 @@ async def test_run_refuses_what_changes_nothing_and_shows_its_versions(client: C
         with pytest.raises(WorkflowUpdateFailedError):
             await handle.execute_update(names.DRAIN_MAC, MacAsk("mac-1"), result_type=RunStatus)
         assert (await handle.execute_update(names.QUARANTINE, MacAsk("mac-1", "lies"), result_type=RunStatus)).num_quarantined == 1
-        standing = await handle.query(names.STANDING_QUERY, StandingQuery("mac-1"), result_type=Standing)
-        assert (standing.state, standing.reason) == ("quarantined", "lies")
+        standings = await handle.query(names.STANDINGS_QUERY, StandingsQuery(("mac-1", "mac-2")), result_type=Standings)
+        assert [(one.host, one.state, one.reason) for one in standings.not_free] == [("mac-1", "quarantined", "lies")]
         world.step_gate.set()
         result = await handle.result()
         page = await handle.query(names.VERSIONS_QUERY, VersionsQuery(limit=2), result_type=VersionsPage)
