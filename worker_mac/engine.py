@@ -8,12 +8,11 @@ thread, the only one that touches MLX.
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from threading import Event, Thread
 from typing import Final
 
 import mlx.core as mx
@@ -31,6 +30,7 @@ from stoa.contracts.fleet_messages import SweepRequest, SweepResult, SweepStatus
 from stoa.contracts.ports import Progress
 from stoa.rollouts.records import Episode, Fingerprint, Group, Timings
 from stoa.rollouts.shard import encode_group
+from worker_mac.arriving import reported
 from worker_mac.guest import Guest
 from worker_mac.identity import note_sweep, project_version
 from worker_mac.memory import CACHE_BYTES
@@ -253,7 +253,7 @@ class MacEngine:
         if request.purpose == "eval":
             return self._evaluate(request, head, idle_seconds, progress)
         self._versions.drop_pinned()
-        with _reported_download(self._store, progress):
+        with self._arriving(progress):
             oldest = max(request.min_version, head.version - self._config.learning.max_staleness_hard)
             served, pulled = self._versions.newest(head, oldest)
         run = _Run(request, served, pulled, idle_seconds)
@@ -268,6 +268,10 @@ class MacEngine:
         self._flush(run, progress)
         return self._result(run, played, len(missing))
 
+    def _arriving(self, progress: Progress) -> AbstractContextManager[None]:
+        """While weights are brought in."""
+        return reported(lambda: self._versions.arrival, lambda: self._store.meters.total().bytes_down, progress)
+
     def _cast_group(self, run: _Run, index: int) -> list[Casting]:
         seed = self._group_seed(run, index)
         question = run.request.question_ids[index]
@@ -278,7 +282,7 @@ class MacEngine:
 
     def _evaluate(self, request: SweepRequest, head: Head, idle_seconds: float, progress: Progress) -> SweepResult:
         """One part of an evaluation: `group_size` episodes a question on the pinned version; one object."""
-        with _reported_download(self._store, progress):
+        with self._arriving(progress):
             if self._versions.version < head.version == request.version:
                 served, pulled = self._versions.newest(head, request.version)
             else:
@@ -472,26 +476,3 @@ class MacEngine:
         if found:
             _log.info("sweep_resumed", sweep=request.sweep, groups_found=len(found))
         return found
-
-
-@contextmanager
-def _reported_download(store: Store, progress: Progress) -> Iterator[None]:
-    """Report progress while bytes arrive: a cold join may take many minutes inside one call."""
-    ended = Event()
-
-    def watch() -> None:
-        before = -1
-        while not ended.is_set():
-            now = store.meters.total().bytes_down
-            if now != before:
-                progress.report(f"pulling weights: {now} bytes so far")
-                before = now
-            ended.wait(1.0)
-
-    watcher = Thread(target=watch, name="download-watch", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()

@@ -19,6 +19,7 @@ from stoa.bucket.head import Head
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
 from stoa.contracts.errors import DigestError, FormatError, ObjectMissingError, StoaError, WeightsError
+from stoa.telemetry.arriving import Arrival
 from stoa.weights.cache import MAX_BYTES
 from stoa.weights.layout import Layout
 from stoa.weights.sync import Puller, Staged
@@ -113,6 +114,11 @@ class Versions:
     def layout(self) -> Layout:
         """Of the run's weights."""
         return self._puller.layout
+
+    @property
+    def arrival(self) -> Arrival | None:
+        """How far the weights on their way to this Mac have come; None while none are. For any thread."""
+        return self._puller.arrival
 
     @property
     def version(self) -> int:

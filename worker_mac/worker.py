@@ -89,6 +89,7 @@ class Options:
     always: bool = False
     parks: bool = False
     kept: bool = False
+    quiet: bool = False
 
     @property
     def folder(self) -> Path:
@@ -120,7 +121,7 @@ def main(
     tells of this machine's sleep. anew: ends this process and begins it again.
     """
     options = read_options(arguments)
-    telemetry.configure(worker="mac")
+    telemetry.configure(level="warning" if options.quiet else "info", worker="mac")
     attempts = Attempts(options.folder) if options.parks else None
     if attempts is not None and (parked := attempts.begin()):
         _log.error("worker_parked", reason=parked)
@@ -182,8 +183,8 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--always", action="store_true", help="play whatever this Mac's user, power and heat are: for a demo")
     parser.add_argument("--parks", action="store_true", help="end for good after three quick failures: for launchd")
     parser.add_argument("--kept", action="store_true", help="take endpoints and the bucket's key from the state folder: for launchd")
-    found = parser.parse_args(arguments)
-    return Options(found.config, found.state, found.host, found.place, found.allow, found.always, found.parks, found.kept)
+    parser.add_argument("--quiet", action="store_true", help="say only what needs somebody: no bar, no events of ordinary work")
+    return Options(**vars(parser.parse_args(arguments)))
 
 
 def _check(caution: Caution) -> None:

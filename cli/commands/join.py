@@ -17,6 +17,7 @@ def join(
     state: Path | None = None,
     no_doctor: bool = False,
     hosts: Path | None = None,
+    quiet: bool = False,
 ) -> Exit:
     """Let this Mac generate rollouts for a run: in this window, or at each log-in.
 
@@ -35,6 +36,8 @@ def join(
         Do not look first whether this Mac is fit for it.
     hosts
         Work as one with the Macs that this hosts.json names, which are wired to this one: each computes some of the layers.
+    quiet
+        In this window: no bar while weights come, and only what needs you.
     """
     from cli.doctor.checks import fit_for_join
     from stoa.bucket.invite import PREFIX
@@ -57,7 +60,7 @@ def join(
     if not no_doctor and not fit_for_join(entry, folder):
         return Exit.FAULT_FOUND
     if not at_login:
-        command = worker_command(file, folder)
+        command = (*worker_command(file, folder), *(("--quiet",) if quiet else ()))
         sys.stderr.flush()
         os.execv(sys.executable, command)  # noqa: S606 - this process becomes the worker
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from typing import Final, Self
 from stoa.bucket.store import Store
 from stoa.bucket.transfer import Piece, Transfer, Wanted, disk_errors, part_of, put
 from stoa.contracts.errors import BucketError, DigestError, DiskFullError, PreconditionError, ServiceUnavailableError, StoaError
+from stoa.telemetry.arriving import Arrival
 
 RANGE_BYTES: Final = 8 << 20
 LEAST_RANGE_BYTES: Final = 1 << 20
@@ -66,9 +67,13 @@ class Downloads:
     On leaving, whatever is not whole stays as parts, for the next one to go on with.
     """
 
-    def __init__(self, store: Store, wanted: Sequence[Wanted], *, stall_seconds: float = STALL_SECONDS) -> None:
-        """Raises DiskFullError if the disk has no room for what is missing; nothing was begun then."""
+    def __init__(self, store: Store, wanted: Sequence[Wanted], *, held_bytes: int = 0, stall_seconds: float = STALL_SECONDS) -> None:
+        """held_bytes: of files that belong to it and are here already.
+
+        Raises DiskFullError if the disk has no room for what is missing; nothing was begun then.
+        """
         self._store = store
+        self._held_bytes = held_bytes
         self._stall_seconds = stall_seconds
         self._transfers = [Transfer.resume(one) for one in wanted]
         self._tries = dict.fromkeys((one.key for one in wanted), 1)
@@ -106,6 +111,14 @@ class Downloads:
                     self._close(transfer)
                 transfer.close()
 
+    @property
+    def arrival(self) -> Arrival:
+        """How far all of it has come, bytes of earlier processes included. For any thread."""
+        with self._changed:
+            kept = sum(transfer.kept_bytes for transfer in self._transfers)
+            total = sum(transfer.wanted.num_bytes for transfer in self._transfers)
+        return Arrival(self._held_bytes + kept, self._held_bytes + total)
+
     def wait(self, key: str) -> None:
         """Until the object under `key` is a whole file, checked and on disk.
 
@@ -130,7 +143,7 @@ class Downloads:
                 reason, self._retry_reason = self._retry_reason, ""
                 if not reason and self.num_bytes > told and time.monotonic() - told_at >= _TELL_SECONDS:
                     told, told_at = self.num_bytes, time.monotonic()
-                    reason = f"downloading {key}: {told} bytes so far"
+                    reason = f"downloading {key}: {self.arrival}"
             if reason and self._store.on_retry is not None:
                 self._store.on_retry(reason)
 

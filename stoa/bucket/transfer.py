@@ -91,6 +91,13 @@ class Transfer:
         return sum(end - start for start, end in self.missing)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes on disk as a next process would find them: what the journal does not know yet does not count."""
+        if self.done or self.dead:
+            return self.wanted.num_bytes if self.done else 0
+        return self.wanted.num_bytes - self.num_missing - sum(piece.end - piece.noted for piece in self.pieces)
+
+    @property
     def is_whole(self) -> bool:
         """True if every byte was written, and nobody checks them yet."""
         return not (self.missing or self.pieces or self.finishing or self.done or self.dead)

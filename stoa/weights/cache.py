@@ -20,6 +20,7 @@ from stoa.bucket.download import Downloads, fetch, file_sha256
 from stoa.bucket.store import Store, check_sha256
 from stoa.bucket.transfer import Wanted
 from stoa.contracts.errors import DiskFullError, FormatError, WrongStateError
+from stoa.telemetry.arriving import Arrival
 from stoa.weights.chain import Plan
 from stoa.weights.container import MAX_INDEX_BYTES, decode_index
 from stoa.weights.history import Doubts, Fetch, rebuild
@@ -51,6 +52,12 @@ class Cache:
         self._coming: Downloads | None = None
         self._coming_keys: frozenset[str] = frozenset()
         self.bytes_downloaded = 0
+
+    @property
+    def arrival(self) -> Arrival | None:
+        """How far what is on its way has come, with what of it was here before; None while nothing is. For any thread."""
+        coming = self._coming
+        return None if coming is None else coming.arrival
 
     def path(self, key: str) -> Path:
         """Where an object of this run is kept: its key below the run's root."""
@@ -147,11 +154,12 @@ class Cache:
         Raises DiskFullError if there is no room, also after all that is not needed was removed.
         """
         missing = [Wanted(key, self.path(key), size, sha256) for key, sha256, size in needed if not self._has(key, size)]
+        held_bytes = sum(size for _, _, size in needed) - sum(one.num_bytes for one in missing)
         try:
-            downloads = Downloads(self._store, missing)
+            downloads = Downloads(self._store, missing, held_bytes=held_bytes)
         except DiskFullError:
             self._keep_only({key for key, _, _ in needed})
-            downloads = Downloads(self._store, missing)
+            downloads = Downloads(self._store, missing, held_bytes=held_bytes)
         try:
             with downloads:
                 self._coming, self._coming_keys = downloads, frozenset(one.key for one in missing)

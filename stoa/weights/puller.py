@@ -24,6 +24,7 @@ from stoa.contracts.errors import (
     WrongBaseError,
     WrongStateError,
 )
+from stoa.telemetry.arriving import Arrival
 from stoa.weights.cache import MAX_BYTES, Cache, Memory
 from stoa.weights.chain import Hop, Plan
 from stoa.weights.history import Doubts, by_any_way, layout_of_run, manifest_of, read_hop, walk, way_to
@@ -72,6 +73,11 @@ class Puller:
     def bytes_downloaded(self) -> int:
         """Since this object was made."""
         return self._cache.bytes_downloaded
+
+    @property
+    def arrival(self) -> Arrival | None:
+        """How far the bytes on their way have come; None while none are. For any thread."""
+        return self._cache.arrival
 
     def join(self, head: Head, *, into: WeightState | Memory | None = None) -> WeightState:
         """The weights HEAD names, from the cheapest anchor and deltas, verified. Takes what is on disk already.
