@@ -7,16 +7,21 @@ import errno
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from tokenizers import Tokenizer
+
+from cli.say import bytes_text, talk
+from environments import registry
 from stoa.bucket.head import read_head
 from stoa.bucket.run_document import RunDocument, fetch_model_files
 from stoa.bucket.store import Store
-from stoa.contracts.errors import DiskFullError, MissingExtraError, UsageError
+from stoa.contracts.errors import DiskFullError, MissingExtraError, StoaError, UsageError
+from stoa.telemetry.arriving import Shown, shown
 from stoa.weights.sync import Puller, write_mlx_folder
 
 LAST_FILE: Final = "config.json"
@@ -26,37 +31,61 @@ OF_THE_DISK: Final = frozenset({"lost+found", ".DS_Store", ".Spotlight-V100", ".
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
+NUM_PROMPTS: Final = 10
+MAX_PROMPT_TOKENS: Final = 512
+_SENTENCES: Final = (
+    "The capital of France is",
+    "Water boils at a temperature of",
+    "def fibonacci(n):\n    ",
+    "Dear Professor, I am writing to ask",
+    "1, 1, 2, 3, 5, 8,",
+    "Once upon a time in a village by the sea",
+    "The mitochondrion is the part of the cell that",
+    "Question: who wrote Faust? Answer:",
+    "To whom it may concern: the delivery of last",
+    "Zum Abendessen gibt es heute",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What was written. max_logit_difference: from the library the folder is for; None if it is not installed here."""
+    """What was written, and what the library it is for says of it: none where that is not installed here."""
 
     what: str
     num_bytes: int
     max_logit_difference: float | None
+    greedy_agreement: float | None = None
+    """Share of the places compared at which both find the same token likeliest."""
+    num_prompts: int = 0
+    prompts_of: str = ""
+    """The environment whose questions they ask, or `plain sentences`."""
 
 
-def export_mlx(document: RunDocument, store: Store, folder: Path) -> Export:
+def export_mlx(document: RunDocument, store: Store, folder: Path, *, quiet: bool = True) -> Export:
     """Write the newest version as a folder that `mlx_lm.load` opens. It appears whole, and after it was compared.
 
-    Raises UsageError if the folder holds something or cannot be written; DiskFullError; ObjectMissingError before the first
-    version; WeightsError if mlx_lm computes something else from it.
+    Without `quiet` the download shows how far it is. Raises UsageError if the folder holds something or cannot be written;
+    DiskFullError; ObjectMissingError before the first version; WeightsError if mlx_lm computes something else from it.
     """
-    difference = None
     with _placed(folder) as scratch:
         head, _ = read_head(store, document.run, document.public_key)
-        state = Puller(store, document, scratch / "weights").join(head)
+        puller = Puller(store, document, scratch / "weights")
+        with nullcontext() if quiet else shown(_bar(), lambda: puller.arrival):
+            state = puller.join(head)
         files, out = scratch / "model", scratch / "out"
         fetch_model_files(store, document.model_files, files)
         write_mlx_folder(state, files, out)
-        if find_spec("mlx_lm") is not None:
-            from worker_mac.export import compare
+        num_bytes, what = _size(out), f"version {head.version}"
+        if find_spec("mlx_lm") is None:
+            return Export(what, num_bytes, None)
+        from worker_mac.export import compare
 
-            difference = compare(state, out)
-        num_bytes = _size(out)
-    return Export(f"version {head.version}", num_bytes, difference)
+        prompts_of, prompts = prompts_for(document, files)
+        found = compare(state, out, prompts)
+        return Export(what, num_bytes, found.max_logit_difference, found.greedy_agreement, len(prompts), prompts_of)
 
 
-def export_hf(document: RunDocument, store: Store, folder: Path) -> Export:
+def export_hf(document: RunDocument, store: Store, folder: Path, *, quiet: bool = True) -> Export:
     """Write the newest checkpoint's weights as a folder that transformers opens.
 
     Raises as `export_mlx`; MissingExtraError where nothing of the trainer is installed.
@@ -70,9 +99,45 @@ def export_hf(document: RunDocument, store: Store, folder: Path) -> Export:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch)\.")
         from trainer_gpu.export import export_hub
 
-        done = export_hub(document, store, scratch / "model", scratch / "out")
-        num_bytes = _size(scratch / "out")
-    return Export(f"step {done.step}", num_bytes, done.max_logit_difference)
+        files, bar, prompts_of, num_prompts = scratch / "model", _bar(), "", 0
+
+        def prompts() -> list[list[int]]:
+            nonlocal prompts_of, num_prompts
+            bar.whole()
+            bar.close()
+            prompts_of, rows = prompts_for(document, files)
+            num_prompts = len(rows)
+            return rows
+
+        with closing(bar):
+            done = export_hub(document, store, files, scratch / "out", prompts, lambda found: None if quiet else bar.show(found))
+        found, num_bytes = done.compared, _size(scratch / "out")
+        return Export(f"step {done.step}", num_bytes, found.max_logit_difference, found.greedy_agreement, num_prompts, prompts_of)
+
+
+def prompts_for(document: RunDocument, files: Path) -> tuple[str, list[list[int]]]:
+    """Ten prompts as ids, at most MAX_PROMPT_TOKENS each, and what they are of: questions of the run's environment, spread
+    over its held-out ones; plain sentences where the environment cannot be made on this machine, and to fill up.
+
+    files: folder with the run's tokenizer.json.
+    """
+    tokenizer = (files / "tokenizer.json").read_bytes()
+    named, rows = document.config.environment, list[list[int]]()
+    try:
+        environment = registry.create(named.name, named.settings, tokenizer)
+        ids = environment.question_ids("held_out") or environment.question_ids("train")
+        chosen = sorted({number * len(ids) // NUM_PROMPTS for number in range(NUM_PROMPTS)}) if ids else []
+        rows = [list(environment.prompt_ids(ids[number])) for number in chosen]
+    except (StoaError, OSError):  # its index, its data set or the package it is made with is not here
+        rows = []
+    plain = Tokenizer.from_str(tokenizer.decode("utf-8"))
+    left = [plain.encode(text).ids for text in _SENTENCES[: NUM_PROMPTS - len(rows)]]
+    return named.name if rows else "plain sentences", [row[:MAX_PROMPT_TOKENS] for row in (*rows, *left) if row]
+
+
+def _bar() -> Shown:
+    """How far the download is: on a terminal one bar, else a line each ten percent."""
+    return Shown("weights", lambda at: talk(f"weights: {at.percent} %, {bytes_text(at.num_bytes)} of {bytes_text(at.total_bytes)}"))
 
 
 @contextmanager

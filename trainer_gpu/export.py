@@ -5,6 +5,7 @@ person reads are the caller's.
 """
 
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,8 @@ from stoa.bucket.head import read_head
 from stoa.bucket.run_document import RunDocument, fetch_model_files
 from stoa.bucket.store import Store
 from stoa.contracts.errors import CheckpointError, ObjectMissingError
+from stoa.telemetry.arriving import Arrival
+from stoa.weights.export import Compared
 from trainer_gpu import host
 from trainer_gpu.checkpoint import Identity, Part, read_document, read_tensors
 from trainer_gpu.convert import save_hub
@@ -27,7 +30,9 @@ from trainer_gpu.weights import local_weights, saved_buffers
 
 MAX_DIFFERENCE: Final = 1e-3
 """Largest difference of two logits in fp32, as a share of their largest size; rounding alone makes about 1e-5."""
-_NUM_SEQUENCES, _NUM_TOKENS = 3, 24
+NUM_COMPARED: Final = 32
+"""Places at the end of each prompt; of every place the logits of 8.47e9 weights would take gigabytes."""
+OnArrival = Callable[[Arrival], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +40,17 @@ class ExportedHub:
     """An export that was reloaded and compared."""
 
     step: int
-    max_logit_difference: float
+    compared: Compared
 
 
-def export_hub(document: RunDocument, store: Store, files: Path, out: Path) -> ExportedHub:
+def export_hub(
+    document: RunDocument, store: Store, files: Path, out: Path, prompts: Callable[[], Sequence[Sequence[int]]], on_arrival: OnArrival
+) -> ExportedHub:
     """Write the checkpoint that HEAD names as the hub folder `out`, reload it with transformers and compare logits.
 
-    Neither folder is there yet; `files` comes to hold the run's model files. Until this returns, `out` is not to be
-    trusted. Needs memory for the model in fp32 and once more in the run's dtype.
+    Neither folder is there yet; `files` comes to hold the run's model files, which `prompts` may read. Until this returns,
+    `out` is not to be trusted. Needs memory for the model in fp32 and once more in the run's dtype. on_arrival: told how
+    much of the checkpoint has come.
 
     Raises:
         ObjectMissingError: no trainer has taken the run yet. CheckpointError: the checkpoint cannot be read, or the folder
@@ -57,20 +65,23 @@ def export_hub(document: RunDocument, store: Store, files: Path, out: Path) -> E
     identity = Identity(document.run, document.layout_id, architecture_of(config))
     saved = read_document(store, head.checkpoint_key, identity, document.public_key)
     model = build_model(config, getattr(torch, document.config.learning.dtype))
-    fill(model, store, saved.parts)
+    fill(model, store, saved.parts, on_arrival)
     save_hub(model, config, out)
     for path in files.iterdir():
         shutil.copyfile(path, out / path.name)
-    return ExportedHub(saved.facts.step, compare(model, config, out))
+    return ExportedHub(saved.facts.step, compare(model, config, out, prompts()))
 
 
 @torch.no_grad()
-def fill(model: GPTModel, store: Store, parts: tuple[Part, ...]) -> None:
+def fill(model: GPTModel, store: Store, parts: tuple[Part, ...], on_arrival: OnArrival = lambda _: None) -> None:
     """Masters and buffers of a checkpoint into a model of one process, cast to its type. Raises CheckpointError if any is missing."""
     targets = {**dict(model.named_parameters()), **saved_buffers(model)}
     missing = {name: target.numel() for name, target in targets.items()}
     wanted = (f"{MASTER}.", f"{BUFFER}.")
-    for full_name, tensor in read_tensors(store, tuple(part for part in parts if any(n.startswith(wanted) for n in part.tensors))):
+    needed = tuple(part for part in parts if any(name.startswith(wanted) for name in part.tensors))
+    total = sum(part.num_bytes for part in needed)
+    before = {part.name: sum(one.num_bytes for one in needed[:number]) for number, part in enumerate(needed)}
+    for full_name, tensor in read_tensors(store, needed, on_part=lambda name: on_arrival(Arrival(before[name], total))):
         if full_name.startswith(wanted):
             named = Named.of(full_name)
             targets[named.weight].view(-1)[named.start : named.stop].copy_(tensor.flatten())
@@ -80,10 +91,10 @@ def fill(model: GPTModel, store: Store, parts: tuple[Part, ...]) -> None:
 
 
 @torch.no_grad()
-def compare(model: GPTModel, config: Lfm2Config, folder: Path) -> float:
-    """Largest difference of logits, in fp32, between `model` and what transformers makes of `folder`.
+def compare(model: GPTModel, config: Lfm2Config, folder: Path, prompts: Sequence[Sequence[int]]) -> Compared:
+    """Logits, in fp32, of `model` and of what transformers makes of `folder`, at the ends of these prompts.
 
-    Raises CheckpointError if it is above MAX_DIFFERENCE of the largest logit.
+    Raises CheckpointError if they differ by more than MAX_DIFFERENCE of the largest logit.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - seconds of import, for an export only
     from transformers.utils import logging as talk  # noqa: PLC0415
@@ -91,19 +102,19 @@ def compare(model: GPTModel, config: Lfm2Config, folder: Path) -> float:
     talk.set_verbosity_error()
     talk.disable_progress_bar()
 
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (_NUM_SEQUENCES, _NUM_TOKENS), generator=draw)
     exact = build_model(config, torch.float32)
     sources = local_weights(model)
     for name, target in local_weights(exact).items():
         target.copy_(sources[name])
-    ours = forward_packed(exact, ids.flatten().to(host.device()), [_NUM_TOKENS] * _NUM_SEQUENCES).cpu()
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    ours = torch.cat([forward_packed(exact, ids.to(host.device()), [len(ids)])[-NUM_COMPARED:].cpu() for ids in rows])
     del exact
     reread = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    theirs = reread(input_ids=ids).logits.flatten(0, 1).float()
+    theirs = torch.cat([reread(input_ids=ids[None]).logits[0, -NUM_COMPARED:].float() for ids in rows])
     difference = float((ours - theirs).abs().max())
     if not difference <= MAX_DIFFERENCE * float(ours.abs().max()):
         raise CheckpointError(
             f"transformers computes other logits from the export: they differ by {difference:.3g}", hint="this is a fault; please report it"
         )
-    return difference
+    same = ours.argmax(1) == theirs.argmax(1)
+    return Compared(difference, float(same.float().mean()), len(same))

@@ -19,6 +19,7 @@ def export(
         Literal["mlx", "hf"], Parameter(help="mlx: the newest version, int8, for stock mlx_lm; hf: the newest checkpoint for transformers.")
     ] = "mlx",
     config: Servers = None,
+    quiet: Annotated[bool, Parameter(help="No progress; say only what needs you.")] = False,
     as_json: AsJson = False,
 ) -> Exit:
     """Make a folder of a run's newest weights that other tools open, and compare what it computes before saying done."""
@@ -29,12 +30,16 @@ def export(
     from cli.follow import find_run
 
     with find_run(run, config, temporal=False) as found:
-        done = (export_hf if to == "hf" else export_mlx)(found.document, found.store, folder)
+        done = (export_hf if to == "hf" else export_mlx)(found.document, found.store, folder, quiet=quiet)
     if as_json:
         say.data(json.dumps({"run": run, "folder": str(folder), "to": to, **asdict(done)}, indent=2))
-    say.talk(f"{folder}: {done.what} of run {run}, {say.bytes_text(done.num_bytes)}, for {to}")
-    if done.max_logit_difference is None:
-        say.error("the folder was not compared: mlx_lm is not installed here", "run `pip install 'stoa[mac]'` and export again")
+    if done.max_logit_difference is None or done.greedy_agreement is None:
+        say.error(f"{folder} was written and not compared: mlx_lm is not installed here", "run `pip install 'stoa[mac]'` and export again")
         return Exit.FAILED
-    say.talk(f"reloaded and compared: logits differ by at most {done.max_logit_difference:.2g}")
+    if not quiet:
+        say.talk(f"{folder}: {done.what} of run {run}, {say.bytes_text(done.num_bytes)}, for {to}")
+        say.talk(
+            f"reloaded and compared on {done.num_prompts} prompts of {done.prompts_of}: logits differ by at most "
+            f"{done.max_logit_difference:.2g}, the likeliest token is the same at {done.greedy_agreement:.1%} of places"
+        )
     return Exit.DONE

@@ -5,6 +5,7 @@ Nothing is quantised again: the codes are the published ones. It assumes the bas
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,16 @@ from stoa.weights.layout import BITS, GROUP_SIZE, Layout
 from stoa.weights.state import WeightState
 
 PART_BYTES: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What another library computes from an exported folder, beside what the weights' own engine does."""
+
+    max_logit_difference: float
+    greedy_agreement: float
+    """Share of the places compared at which both find the same token likeliest."""
+    num_places: int
 
 
 def mlx_config(model_config: dict[str, Any], layout: Layout) -> dict[str, Any]:

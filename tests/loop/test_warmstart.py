@@ -115,7 +115,7 @@ def test_the_trainer_starts_from_what_was_taught(tmp_path: Path, capsys: pytest.
     policy = Policy(out, Learning(dtype="float32", num_threads=1), seed=0, layout_id=layout_of(config, "float32").layout_id)
     ours = dict(policy.trainable.model.named_parameters())["embedding.word_embeddings.weight"]
     assert torch.equal(ours, torch.from_numpy(load_file(out / "model.safetensors")["model.embed_tokens.weight"]))
-    assert compare(policy.trainable.model, policy.config, out) < 1e-3
+    assert compare(policy.trainable.model, policy.config, out, [[1, 2, 9, 30, 31, 77, 12, 3]]).max_logit_difference < 1e-3
     assert Lfm2MoeForCausalLM.from_pretrained(out).num_parameters() == 284_512
     assert stoa(command) is Exit.WRONG_USE
     assert "not an empty folder" in capsys.readouterr().err

@@ -26,6 +26,8 @@ from trainer_gpu.model import build_model, read_model_config
 from trainer_gpu.state import BUFFER, MASTER
 from trainer_gpu.weights import saved_buffers
 
+PROMPTS = [[1, 2, 9, 30, 31, 77, 12, 3], list(range(5, 64))]
+
 
 @pytest.mark.loop
 @pytest.mark.timeout(120)
@@ -47,6 +49,7 @@ def test_checkpoint_and_version_open_elsewhere_with_the_same_logits(
     assert capfd.readouterr() == ("", ""), "what libraries say while they load is not for a person who exports"
     assert done.what == "step 1"
     assert done.max_logit_difference is not None and done.max_logit_difference < 1e-4
+    assert (done.num_prompts, done.prompts_of, done.greedy_agreement) == (10, "search", 1.0)
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     name = "model.layers.1.self_attn.q_proj.weight"
     base = load_file(POLICY / "model.safetensors")
@@ -58,7 +61,9 @@ def test_checkpoint_and_version_open_elsewhere_with_the_same_logits(
 
     served = export_mlx(handle.document, store, tmp_path / "mlx")
     assert served.what == "version 0"
-    assert served.max_logit_difference is not None
+    assert served.max_logit_difference is not None and served.greedy_agreement is not None
+    assert (served.num_prompts, served.prompts_of) == (10, "search")
+    assert served.greedy_agreement == 1.0 if dtype == "float32" else served.greedy_agreement > 0.9
     assert dtype == "bfloat16" or served.max_logit_difference < 1e-4
     engine.close()
 
@@ -69,7 +74,7 @@ def test_folder_with_one_wrong_tensor_is_not_called_done(tmp_path: Path) -> None
     load_hub(model, config, POLICY)
     for path in POLICY.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert compare(model, config, tmp_path) < 1e-4
+    assert compare(model, config, tmp_path, PROMPTS).max_logit_difference < 1e-4
     tensors = load_file(tmp_path / "model.safetensors")
     one, two = (f"model.layers.1.feed_forward.experts.0.{name}.weight" for name in ("w1", "w3"))
     for expert in range(8):
@@ -77,7 +82,7 @@ def test_folder_with_one_wrong_tensor_is_not_called_done(tmp_path: Path) -> None
         tensors[one], tensors[two] = tensors[two].clone(), tensors[one].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="transformers computes other logits"):
-        compare(model, config, tmp_path)
+        compare(model, config, tmp_path, PROMPTS)
 
 
 def test_checkpoint_without_one_weight_is_not_exported(store: Store) -> None:
@@ -113,14 +118,14 @@ def test_mlx_folder_with_one_wrong_tensor_is_not_called_done(store: Store, tmp_p
     export_mlx(handle.document, store, tmp_path / "mlx")
     assert sorted(p.name for p in (tmp_path / "there").iterdir()) == sorted(p.name for p in (tmp_path / "mlx").iterdir())
     state: WeightState = Puller(store, handle.document, tmp_path / "weights").join(head_of(handle))
-    compare_mlx(state, tmp_path / "mlx")
+    compare_mlx(state, tmp_path / "mlx", PROMPTS)
     index = json.loads((tmp_path / "mlx" / "model.safetensors.index.json").read_text())
     name = "model.layers.1.self_attn.q_layernorm.weight"
     path = tmp_path / "mlx" / index["weight_map"][name]
     tensors = load_file(path)
     save_file({**tensors, name: tensors[name] * 2}, path, metadata={"format": "mlx"})
     with pytest.raises(WeightsError, match="mlx_lm computes other logits"):
-        compare_mlx(state, tmp_path / "mlx")
+        compare_mlx(state, tmp_path / "mlx", PROMPTS)
 
 
 @pytest.mark.loop
