@@ -11,7 +11,7 @@ import asyncio
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest, Describe
 from cli.proxying.allow import MAX_REQUEST_BYTES, SERVICE, Method, Place, understand
 from cli.proxying.limits import Limiter, Rates
 from cli.proxying.passes import Passes
-from cli.proxying.refusal import Code, RefusedError
+from cli.proxying.refusal import Code, RefusedError, invalid
 from stoa.bucket.invite import Pass
 from stoa.bucket.revocations import LOOK_SECONDS, Revoked
 from stoa.config.load import is_loopback
@@ -38,6 +38,10 @@ CALL_SECONDS: Final = 15.0
 POLL_SECONDS: Final = 75.0
 """Temporal answers a poll without a task after 60 s."""
 GRACE_SECONDS: Final = 2.0
+ARRIVAL_SECONDS: Final = 10.0
+"""A request is small: a caller that takes longer to say it only holds a place."""
+IDLE_SECONDS: Final = 300.0
+"""A connection without an open call is closed; a Mac that plays always polls."""
 MAX_METADATA_BYTES: Final = 8 * 1024
 MAX_REPLY_BYTES: Final = 4 << 20
 MAX_OPEN_CALLS: Final = 20_000
@@ -114,6 +118,8 @@ class Proxy:
                 ("grpc.compression_enabled_algorithms_bitset", 1),
                 ("grpc.so_reuseport", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                ("grpc.server_handshake_timeout_ms", int(1000 * ARRIVAL_SECONDS)),
+                ("grpc.max_connection_idle_ms", int(1000 * IDLE_SECONDS)),
             ),
             maximum_concurrent_rpcs=MAX_OPEN_CALLS,
         )
@@ -152,8 +158,8 @@ class Proxy:
             except ServiceError as error:  # what is known goes on to count
                 _log.warning("revocations_unknown", error=error.message)
 
-    async def _answer(self, path: str, data: bytes, context: Any) -> bytes:
-        """One call from its first byte to its last. Ends in the reply, or in a status by `context.abort`."""
+    async def _answer(self, path: str, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        """One call from its headers to its last byte. Ends in the reply, or in a status by `context.abort`."""
         name = path.rpartition("/")[2]
         try:
             caller = self._who(context)
@@ -161,7 +167,7 @@ class Proxy:
             return await self._refuse(context, refusal, name, _peer(context))
         try:
             with self._limiter.call(caller.invite):
-                method, request = understand(path, data, caller, self._place)
+                method, request = understand(path, await _arrived(requests), caller, self._place)
                 with self._seldom.call(caller.invite) if method.is_seldom else nullcontext():
                     reply = await self._pass_on(path, request, _seconds(context, method), _told(context))
                 if method.waits:  # a task that came after a revocation is kept: there are tickets in it
@@ -200,19 +206,30 @@ class Proxy:
 
 
 class _Handlers(grpc.GenericRpcHandler):
-    """Takes every method there is, as bytes."""
+    """Takes every method there is, as bytes. Who calls is asked before the request has come: a stranger waits for nothing here."""
 
-    def __init__(self, answer: Callable[[str, bytes, Any], Awaitable[bytes]]) -> None:
+    def __init__(self, answer: Callable[[str, AsyncIterator[bytes], Any], Awaitable[bytes]]) -> None:
         self._answer = answer
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
         """The same for all of them."""
         path = handler_call_details.method
 
-        async def answer(data: bytes, context: Any) -> bytes:
-            return await self._answer(path, data, context)
+        async def answer(requests: AsyncIterator[bytes], context: Any) -> bytes:
+            return await self._answer(path, requests, context)
 
-        return grpc.unary_unary_rpc_method_handler(answer)
+        return grpc.stream_unary_rpc_method_handler(answer)
+
+
+async def _arrived(requests: AsyncIterator[bytes]) -> bytes:
+    """The one request of a call. Raises RefusedError if none comes, or none in time."""
+    try:
+        async with asyncio.timeout(ARRIVAL_SECONDS):
+            return await anext(requests)
+    except TimeoutError:
+        raise invalid(f"no request came within {ARRIVAL_SECONDS:g} s") from None
+    except StopAsyncIteration:
+        raise invalid("a call without a request") from None
 
 
 async def serve_until_told(proxy: Proxy, address: str, namespace: str, access: Access, ready: Callable[[], None]) -> None:

@@ -30,6 +30,7 @@ from temporalio.api.workflowservice.v1 import (
     SignalWorkflowExecutionRequest,
 )
 
+from cli.proxying.readable import check_payloads, clean, told
 from cli.proxying.refusal import Code, RefusedError, denied, invalid
 from cli.proxying.task_token import read_task_token
 from stoa.bucket.invite import Pass
@@ -149,8 +150,29 @@ def _own_task(request: Any, caller: Pass, place: Place) -> None:
 def _own_result(request: RespondActivityTaskCompletedRequest, caller: Pass, place: Place) -> None:
     """Also what a sweep did must be readable: a session that cannot read its Mac's answer is stuck."""
     _own_task(request, caller, place)
-    if request.HasField("result") and read_task_token(request.task_token).activity_type == names.SWEEP:
-        _document(request.result, SweepResult, _is_result)
+    if read_task_token(request.task_token).activity_type != names.SWEEP:
+        check_payloads(request.result)
+        return
+    document = _document(request.result, SweepResult, _is_result)
+    request.result.payloads[0].data = json.dumps({name: _cleaned(value) for name, value in document.items()}).encode()
+
+
+def _cleaned(value: object) -> object:
+    if isinstance(value, list):
+        return [_cleaned(one) for one in cast(list[object], value)]
+    return clean(value) if isinstance(value, str) else value
+
+
+def _own_beat(request: RecordActivityTaskHeartbeatRequest | RespondActivityTaskCanceledRequest, caller: Pass, place: Place) -> None:
+    """A Mac's last words are read where its task was lost."""
+    _own_task(request, caller, place)
+    check_payloads(request.details)
+
+
+def _own_failure(request: RespondActivityTaskFailedRequest, caller: Pass, place: Place) -> None:
+    _own_task(request, caller, place)
+    check_payloads(request.last_heartbeat_details)
+    request.failure.CopyFrom(told(request.failure))
 
 
 def _worker_heartbeat(request: RecordWorkerHeartbeatRequest, caller: Pass, place: Place) -> None:
@@ -261,15 +283,15 @@ METHODS: Final[Mapping[str, Method]] = {
         frozenset({"namespace", "task_queue", "identity", "worker_instance_key", "task_queue_metadata", "worker_version_capabilities"}),
         waits=True,
     ),
-    "RecordActivityTaskHeartbeat": Method(RecordActivityTaskHeartbeatRequest, _own_task, _TASK | {"details"}),
+    "RecordActivityTaskHeartbeat": Method(RecordActivityTaskHeartbeatRequest, _own_beat, _TASK | {"details"}),
     "RespondActivityTaskCompleted": Method(
         RespondActivityTaskCompletedRequest, _own_result, _TASK | {"result"}, MAX_REQUEST_BYTES, is_seldom=True
     ),
     "RespondActivityTaskFailed": Method(
-        RespondActivityTaskFailedRequest, _own_task, _TASK | {"failure", "last_heartbeat_details"}, MAX_REQUEST_BYTES, is_seldom=True
+        RespondActivityTaskFailedRequest, _own_failure, _TASK | {"failure", "last_heartbeat_details"}, MAX_REQUEST_BYTES, is_seldom=True
     ),
     "RespondActivityTaskCanceled": Method(
-        RespondActivityTaskCanceledRequest, _own_task, _TASK | {"details"}, MAX_REQUEST_BYTES, is_seldom=True
+        RespondActivityTaskCanceledRequest, _own_beat, _TASK | {"details"}, MAX_REQUEST_BYTES, is_seldom=True
     ),
     "RecordWorkerHeartbeat": Method(
         RecordWorkerHeartbeatRequest,

@@ -19,6 +19,7 @@ from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities.connection import connect, connect_forever, make_runtime, make_worker, setup_namespace
+from cli import proxy as proxy_module
 from cli.proxy import Listening, Proxy
 from cli.proxying.limits import Rates
 from cli.proxying.task_token import read_task_token
@@ -391,6 +392,24 @@ async def test_strangers_are_slowed_down_by_address(temporal_server: TemporalSer
                 codes.append(error.code())
         assert {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED} == set(codes)
         assert codes[0] == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_calls_that_say_nothing_hold_no_place(temporal_server: TemporalServer, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger is told at once, before its request; a Mac's own silent calls end by themselves."""
+    monkeypatch.setattr(proxy_module, "ARRIVAL_SECONDS", 0.5)
+
+    async def silence() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async with world_of(temporal_server, store) as world, grpc.aio.insecure_channel(f"127.0.0.1:{world.proxy.port}") as channel:
+        open_call = channel.stream_unary("/temporal.api.workflowservice.v1.WorkflowService/GetSystemInfo")
+        good = (("authorization", f"Bearer {world.invite().proof}"),)
+        for metadata, code in (((), grpc.StatusCode.UNAUTHENTICATED), (good, grpc.StatusCode.INVALID_ARGUMENT)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await open_call(silence(), timeout=10, metadata=metadata)
+            assert caught.value.code() == code
+        assert not any(use.num_open for use in world.proxy._limiter._uses.values())
 
 
 async def test_a_compressed_message_is_refused_before_it_unfolds(temporal_server: TemporalServer, store: Store) -> None:

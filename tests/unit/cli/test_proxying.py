@@ -11,11 +11,16 @@ from temporalio.api.common.v1 import Payload, Payloads
 from temporalio.api.workflowservice.v1 import (
     DescribeNamespaceRequest,
     PollActivityTaskQueueRequest,
+    RecordActivityTaskHeartbeatRequest,
     RecordWorkerHeartbeatRequest,
+    RespondActivityTaskCanceledRequest,
     RespondActivityTaskCompletedRequest,
+    RespondActivityTaskFailedRequest,
     ShutdownWorkerRequest,
     SignalWithStartWorkflowExecutionRequest,
 )
+from temporalio.converter import DataConverter
+from temporalio.exceptions import ApplicationError
 
 from cli.proxying import limits
 from cli.proxying.allow import MAX_REQUEST_BYTES, METHODS, SERVICE, Place, understand
@@ -204,7 +209,10 @@ def test_a_call_is_signed_with_the_host_of_its_pass() -> None:
 
 
 def test_a_server_that_does_not_tell_its_namespaces_id_is_trusted_to_look() -> None:
-    request = RespondActivityTaskCompletedRequest(namespace="mac", task_token=token(namespace_id="unknown")).SerializeToString()
+    result = as_json(asdict(SweepResult("done", 3)))
+    request = RespondActivityTaskCompletedRequest(
+        namespace="mac", task_token=token(namespace_id="unknown"), result=result
+    ).SerializeToString()
     understand(SERVICE + "RespondActivityTaskCompleted", request, CALLER, Place("demo", "mac", ""))
     with pytest.raises(RefusedError):
         understand(SERVICE + "RespondActivityTaskCompleted", request, CALLER, PLACE)
@@ -269,7 +277,79 @@ def test_a_sweeps_result_that_its_session_could_not_read_is_refused() -> None:
 def test_only_own_sweeps_are_answered(method: str, task_token: bytes) -> None:
     request = METHODS[method].request(namespace="mac", task_token=task_token)
     assert refused(method, request.SerializeToString()).code in (Code.PERMISSION_DENIED, Code.INVALID_ARGUMENT)
-    passes(method, METHODS[method].request(namespace="mac", task_token=token()))
+    passes(method, completed() if "Completed" in method else METHODS[method].request(namespace="mac", task_token=token()))
+
+
+UNREADABLE = [
+    Payload(metadata={"encoding": b"strange"}, data=b"x"),
+    Payload(data=b"1"),
+    Payload(metadata={"encoding": b"binary/null"}, data=b"x"),
+    Payload(metadata={"encoding": b"json/protobuf", "messageType": b"none.Such"}, data=b"{}"),
+    Payload(metadata={"encoding": b"json/plain"}, data=b"{"),
+    Payload(metadata={"encoding": b"json/plain"}, data=b"\xff"),
+    Payload(metadata={"encoding": b"json/plain"}, data=b"[" * 3000 + b"]" * 3000),
+]
+
+
+@pytest.mark.parametrize("payload", UNREADABLE)
+def test_a_word_that_its_session_could_not_read_is_refused(payload: Payload) -> None:
+    """Last words of a lost task, details of a failure, the answer to a notice: a workflow reads all of them."""
+    bad, at = Payloads(payloads=[payload]), {"namespace": "mac", "task_token": token()}
+    for method, request in (
+        ("RecordActivityTaskHeartbeat", RecordActivityTaskHeartbeatRequest(**at, details=bad)),
+        ("RespondActivityTaskCanceled", RespondActivityTaskCanceledRequest(**at, details=bad)),
+        ("RespondActivityTaskFailed", RespondActivityTaskFailedRequest(**at, last_heartbeat_details=bad)),
+        ("RespondActivityTaskFailed", RespondActivityTaskFailedRequest(**at, failure={"application_failure_info": {"details": bad}})),
+        (
+            "RespondActivityTaskCompleted",
+            RespondActivityTaskCompletedRequest(namespace="mac", task_token=token(activity_type="notice"), result=bad),
+        ),
+    ):
+        assert refused(method, request.SerializeToString()).code is Code.INVALID_ARGUMENT, method
+    passes("RecordActivityTaskHeartbeat", RecordActivityTaskHeartbeatRequest(**at, details=as_json({"progress": "[3 of 8]"})))
+
+
+def test_a_sweep_without_a_result_is_refused() -> None:
+    bare = RespondActivityTaskCompletedRequest(namespace="mac", task_token=token()).SerializeToString()
+    assert refused("RespondActivityTaskCompleted", bare).code is Code.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        {"timeout_failure_info": {"timeout_type": 99}},
+        {"timeout_failure_info": {"last_heartbeat_details": {"payloads": [UNREADABLE[0]]}}},
+        {"canceled_failure_info": {"details": {"payloads": [UNREADABLE[0]]}}},
+        {"activity_failure_info": {"retry_state": 77}},
+        {"application_failure_info": {"type": "X", "category": 99}},
+        {"cause": {"child_workflow_execution_failure_info": {"retry_state": 77}}},
+        {"encoded_attributes": UNREADABLE[0]},
+        {},
+    ],
+)
+def test_a_failure_goes_on_as_one_that_its_session_can_read(failure: dict[str, object]) -> None:
+    said = {"message": "cut\n\x1b]0;owned\x07", **failure}
+    sent = passes("RespondActivityTaskFailed", RespondActivityTaskFailedRequest(namespace="mac", task_token=token(), failure=said))
+    converter = DataConverter.default
+    read = converter.failure_converter.from_failure(RespondActivityTaskFailedRequest.FromString(sent).failure, converter.payload_converter)
+    assert isinstance(read, ApplicationError)
+    assert (read.message, read.cause) == ("cut\n?]0;owned?", None)
+
+
+def test_a_failure_keeps_its_kind_and_hint() -> None:
+    info = {"type": "DiskFullError", "non_retryable": True, "details": as_json("make room")}
+    request = RespondActivityTaskFailedRequest(
+        namespace="mac", task_token=token(), failure={"message": "full", "stack_trace": "at x\n", "application_failure_info": info}
+    )
+    assert RespondActivityTaskFailedRequest.FromString(passes("RespondActivityTaskFailed", request)).failure == request.failure
+
+
+def test_signs_that_a_terminal_obeys_or_no_file_can_hold_do_not_pass() -> None:
+    """Half a surrogate pair passes as JSON, and ends whoever writes it as UTF-8."""
+    sent = passes("RespondActivityTaskCompleted", completed(reason="a\ud800\x1b[2Jb\u00a0\nc", unsent=["k\udfff"], heat="\x9b"))
+    read = json.loads(RespondActivityTaskCompletedRequest.FromString(sent).result.payloads[0].data)
+    assert (read["reason"], read["unsent"], read["heat"]) == ("a??[2Jb\u00a0\nc", ["k?"], "?")
+    assert (read["status"], read["sweep"], read["reward_mean"]) == ("done", 3, -0.5)
 
 
 @pytest.mark.parametrize(
