@@ -4,10 +4,12 @@ One answer for every command, so that none shows a Mac that another does not. Wh
 last census; who plays since then is asked directly.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+from cli.report.record import RunRecord
+from stoa.contracts.errors import RunMissingError, ServiceError
 from stoa.contracts.fleet_messages import FleetMember, FleetPage, SessionStatus
 
 _BARRED: Final = ("quarantined", "drained")
@@ -55,6 +57,20 @@ def macs_of(control: Fleet, run: str, known: Mapping[str, SessionStatus] | None 
     num_live = sum(one.state == "live" for one in sessions)
     # Only a run that counts more Macs than it lists knows better than the rows how many there are.
     return Macs(sessions, max(num_live, page.num_macs) if page.num_macs > len(page.members) else num_live, page.slowest)
+
+
+def macs_or_left(control: Fleet, run: str, collect: Callable[[], RunRecord]) -> tuple[Macs, str]:
+    """The Macs of a run, and "". Of a run that has ended and for which nobody answers: what they said last, and its state.
+
+    Raises what `control` raises of a run that goes on.
+    """
+    try:
+        return macs_of(control, run), ""
+    except (ServiceError, RunMissingError):
+        record = collect()
+        if record.state not in ("stopped", "failed"):
+            raise
+        return Macs(record.sessions, 0, ""), record.state
 
 
 def _row(member: FleetMember | None, said: SessionStatus | None) -> SessionStatus:

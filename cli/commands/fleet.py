@@ -13,11 +13,11 @@ def fleet(run: RunArgument, /, *, config: Servers = None, as_json: AsJson = Fals
 
     from cli.follow import PIPE_COLUMNS, find_run
     from cli.live.view import slowest_line
-    from cli.macs import macs_of
+    from cli.macs import macs_or_left
     from stoa.contracts import names
 
     with find_run(run, config) as found:
-        macs = macs_of(found.control, run)
+        macs, ended = macs_or_left(found.control, run, found.collector.collect)
     sessions = sorted(macs.sessions, key=lambda one: (-one.tokens_per_second, one.host))
     slowest = macs.slowest if macs.num_unlisted else slowest_line(sessions).removeprefix("slowest: ")
     if as_json:
@@ -48,6 +48,8 @@ def fleet(run: RunArgument, /, *, config: Servers = None, as_json: AsJson = Fals
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_COLUMNS)
     console.print(table if sessions else f"run {run} has no Macs")
+    if ended:
+        console.print(f"run {run} is {ended}: this is what its Macs said last")
     if macs.num_unlisted:
         console.print(f"and {macs.num_unlisted} more: the run lists a thousand")
     if slowest:

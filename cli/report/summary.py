@@ -137,6 +137,8 @@ class Summary:
     cost: Cost
     trainer_idle_fraction: float
     mac_idle_fraction: float
+    mac_idle_from_start: bool
+    """True where nobody counted when the first versions were out, as of a run that was opened after its end: starting counts then."""
     idle_reason: str
     rollout_time_share: float
     macs: tuple[MacRow, ...]
@@ -194,6 +196,7 @@ def summarise(record: RunRecord) -> Summary:
         cost=cost_of(record, pulled, max(0.0, gained.end - gained.start)),
         trainer_idle_fraction=trainer_idle,
         mac_idle_fraction=mac_idle,
+        mac_idle_from_start=not record.sessions_early,
         idle_reason=idle_reason(record, trainer_idle, mac_idle),
         rollout_time_share=rollout_time_share(record),
         macs=macs,
@@ -281,7 +284,8 @@ def idle_reason(record: RunRecord, trainer: float, mac: float) -> str:
         said.append(f"the trainer waited for groups {trainer:.0%} of its time ({equal} groups had equal rewards and taught nothing)")
     what, share = main_wait(record)
     if mac > 0.05:
-        said.append(f"Macs waited {mac:.0%} of their time between sweeps" + (f", {share}for {what}" if what else ""))
+        whole = "" if record.sessions_early else ", start-up counted"
+        said.append(f"Macs waited {mac:.0%} of their time between sweeps{whole}" + (f", {share}for {what}" if what else ""))
     if trainer > 0.05 and mac > 0.05:
         slower = "the Macs are the slower side: more of them would help" if trainer > mac else "the trainer is the slower side"
         said.append(f"they waited for each other in turns; on the whole {slower}")

@@ -2,8 +2,12 @@
 
 from dataclasses import replace
 
-from cli.macs import macs_of
+import pytest
+
+from cli.macs import macs_of, macs_or_left
+from stoa.contracts.errors import ServiceUnavailableError
 from stoa.contracts.fleet_messages import FleetMember, FleetPage, SessionStatus
+from tests.unit.cli.records import record, session
 
 
 class Control:
@@ -66,3 +70,19 @@ def test_mac_that_does_not_answer_keeps_what_was_known_of_it() -> None:
     control = Control((FleetMember("mac-1", "s"),), 1)
     assert macs_of(control, "demo", known).sessions == (known["mac-1"], known["mac-2"])
     assert set(control.asked) == {"mac-1", "mac-2"}
+
+
+class Silent(Control):
+    """Its control process does not answer."""
+
+    def fleet_view(self, run: str) -> FleetPage:
+        raise ServiceUnavailableError(f"run {run}: its control process does not answer")
+
+
+def test_of_a_run_that_has_ended_the_macs_last_words_are_told() -> None:
+    left = (session("mac-1"), session("mac-2"))
+    macs, ended = macs_or_left(Silent(), "demo", lambda: record(state="stopped", sessions=left))
+    assert (macs.sessions, macs.num_unlisted, ended) == (left, 0, "stopped")
+    assert macs_or_left(Control(said=(playing("mac-1", 100.0),)), "demo", record)[1] == ""
+    with pytest.raises(ServiceUnavailableError):
+        macs_or_left(Silent(), "demo", lambda: record(state="running"))

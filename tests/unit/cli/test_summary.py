@@ -79,7 +79,7 @@ def told(trainer_wait: float, mac_idle: float, waits: dict[str, float], early: d
 
 
 def test_pace_is_told_by_the_measured_shares() -> None:
-    assert told(0.0, 1.0, {"room": 1.0}) == (
+    assert told(0.0, 1.0, {"room": 1.0}, early={}) == (
         "Macs waited 25% of their time between sweeps, for room within the staleness bound; the trainer set the pace"
     )
     said = told(4.5, 1.0, {"room": 3.0, "turn": 1.0})
@@ -90,6 +90,12 @@ def test_pace_is_told_by_the_measured_shares() -> None:
     assert told(0.3, 3.0, {"room": 3.0}).endswith("on the whole the trainer is the slower side")
     assert told(4.5, 0.0, {}).endswith("the Macs set the pace: more of them would help")
     assert told(0.0, 1.0, {"answer": 1.0}).endswith("for an answer of the control process"), "that is nobody's pace"
+
+
+def test_idle_of_a_run_opened_after_its_end_says_that_its_start_counts() -> None:
+    assert "25% of their time between sweeps, start-up counted, for room" in told(0.0, 1.0, {"room": 1.0})
+    assert summarise(record()).mac_idle_from_start
+    assert not summarise(record(sessions_early=(session("mac-1"),))).mac_idle_from_start
 
 
 def test_waits_of_the_start_are_left_out() -> None:
