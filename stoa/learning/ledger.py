@@ -27,6 +27,9 @@ from functools import lru_cache
 
 from stoa.bucket.keys import GroupKey
 
+CREDIT = 4
+"""Groups a host may hold for each that it has brought."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRule:
@@ -39,6 +42,8 @@ class AdmissionRule:
     """Age at which a grant's missing groups count as lost even if nobody said so."""
     max_ahead: int = 1
     """Sweeps a host may be granted beyond the one it plays."""
+    untried_groups: int = 8
+    """Groups that a host which has brought nothing may hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,8 @@ class _Host:
     newest: int = -1
     over_before: int = 0
     left: int = 0
+    brought: int = 0
+    """Groups that have come since this host last let a grant grow too old."""
     away: bool = False
 
 
@@ -197,6 +204,7 @@ class Ledger:
         if self._is_too_old(key) or key in self._arrived[key.version]:
             return
         self._arrived[key.version].add(key)
+        self._hosts[key.host].brought += 1
         self._here[key.host, key.sweep].add(key)
         self._waiting[key.version] += key not in self._settled[key.version]
 
@@ -255,12 +263,16 @@ class Ledger:
             if sweep is not None and not sweep.lost:
                 if _counts(host, number):
                     self._owe(host, -len(sweep.missing))
+                    host.brought = 0 if sweep.missing and not host.away else host.brought
                 sweep.lost = True
 
     def decide(
         self, order: "QuestionOrder", *, host: str, sweep: int, num_groups: int, now: float, kept: Callable[[], int] = lambda: 0
     ) -> Decision:
         """The grant of (host, sweep): the one it has, else a new one of `num_groups` questions if there is room.
+
+        A host holds a sweep of `untried_groups` until it brings something, then CREDIT groups for each that has come: who
+        asks and never plays holds no more room than that, and a Mac that plays is never short of it.
 
         kept: groups of room that are kept for others, asked for only where there is room: a Mac that asks ahead must not take
         what an idle one could play. The caller writes a new grant create-only, and tells the one that stands.
@@ -279,6 +291,12 @@ class Ledger:
         if room - kept() < 1:
             reason = f"version {self._version}: the room for {room} groups is kept for Macs that have less to play"
             return Decision(None, False, room, reason)
+        held = self.left(host)
+        most = max(self._rule.untried_groups, CREDIT * (self._hosts[host].brought if host in self._hosts else 0))
+        if held and held + num_groups > most:
+            reason = f"version {self._version}: this Mac has {held} groups to play, more once it has brought some of them"
+            return Decision(None, False, room, reason)
+        num_groups = min(num_groups, most)
         position = self._next_position
         min_version = max(0, self._version - self._rule.max_staleness)
         return Decision(GrantRecord(host, sweep, position, order.take(position, num_groups), now, min_version), True, room)

@@ -103,9 +103,9 @@ def test_groups_too_old_to_train_on_do_not_wait():
 
 def test_a_new_grant_continues_the_order_and_says_how_old_weights_may_be():
     known = facts(grants=(grant("mac-a", 0), grant("mac-b", 0, position=8, num=4)))
-    decision = decide(RULE, known, ORDER, host="mac-a", sweep=1, num_groups=3, now=7.0)
+    decision = decide(RULE, known, ORDER, host="mac-b", sweep=1, num_groups=3, now=7.0)
     assert decision.is_new
-    assert decision.grant == GrantRecord("mac-a", 1, 12, ORDER.take(12, 3), 7.0, min_version=2)
+    assert decision.grant == GrantRecord("mac-b", 1, 12, ORDER.take(12, 3), 7.0, min_version=2)
 
 
 def test_a_redone_sweep_gets_its_grant_again_even_without_room():
@@ -114,6 +114,34 @@ def test_a_redone_sweep_gets_its_grant_again_even_without_room():
     decision = decide(RULE, known, ORDER, host="mac-a", sweep=0, num_groups=99, now=1e6)
     assert decision.grant == first
     assert not decision.is_new
+
+
+def test_who_brings_nothing_holds_no_more_than_a_small_sweep():
+    ledger = Ledger(RULE)
+    ledger.see(5, 0)
+
+    def ask(sweep: int, num_groups: int, now: float) -> int:
+        decision = ledger.decide(ORDER, host="mac-a", sweep=sweep, num_groups=num_groups, now=now)
+        if decision.grant is None:
+            return 0
+        ledger.grant(decision.grant)
+        return len(decision.grant.question_ids)
+
+    assert ask(0, 64, 0.0) == 8, "a stranger gets 8, however many it asks for"
+    assert ask(1, 1, 0.0) == 0
+    for index in range(3):
+        ledger.arrive(group("mac-a", 0, index))
+    assert ask(1, 8, 1.0) == 0, "5 to play and 8 more are over 4 x 3"
+    ledger.arrive(group("mac-a", 0, 3))
+    assert ask(1, 8, 1.0) == 8, "4 and 8 are not over 4 x 4"
+    for index in range(4, 8):
+        ledger.arrive(group("mac-a", 0, index))
+    assert ask(2, 24, 2.0) == 24, "8 and 24 are not over 4 x 8"
+    assert ask(3, 1, 2.0) == 0
+    assert ledger.running == 32
+    ledger.pass_time(1000.0)
+    assert ledger.running == 0, "it has played none of it for too long"
+    assert (ask(4, 64, 1000.0), ask(5, 1, 1000.0)) == (8, 0), "and begins again"
 
 
 def test_without_room_the_reason_has_the_numbers():

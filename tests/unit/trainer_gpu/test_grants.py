@@ -133,8 +133,8 @@ def test_paused_run_grants_nothing_and_says_so(handle: RunHandle) -> None:
     assert (answer.question_ids, answer.run_state) == ((), "paused")
 
 
-@pytest.mark.parametrize(("asked", "granted"), [(10**9, 64), (0, 1), (-5, 1)])
-def test_mac_that_asks_for_an_absurd_number_of_groups_gets_what_a_mac_may_have(handle: RunHandle, asked: int, granted: int) -> None:
+@pytest.mark.parametrize(("asked", "granted"), [(10**9, 8), (0, 1), (-5, 1)])
+def test_mac_that_asks_for_an_absurd_number_of_groups_gets_what_a_stranger_may_have(handle: RunHandle, asked: int, granted: int) -> None:
     head(handle)
     assert len(ask(keeper(handle), "a", 0, num=asked).question_ids) == granted
 
@@ -179,7 +179,7 @@ def test_damaged_grant_and_strangers_cost_other_macs_nothing(handle: RunHandle) 
     ):
         store.create(key, b"{nonsense")
     begun_anew = keeper(handle)
-    assert len(ask(begun_anew, "a", 1, num=4).question_ids) == 4
+    assert len(ask(begun_anew, "c", 0, num=4).question_ids) == 4
     with pytest.raises(FormatError, match="b/00000000"):
         ask(begun_anew, "b", 0)
 
