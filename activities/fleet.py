@@ -177,7 +177,7 @@ def census_page(found: list[MacFacts], after_host: str) -> Census:
     rest = sorted((one for one in found if one.host > after_host), key=lambda one: one.host)
     num_bytes, shown = 0, 0
     for facts in rest:
-        num_bytes += len(json.dumps(asdict(facts), ensure_ascii=False).encode()) + 1
+        num_bytes += len(json.dumps(asdict(facts), ensure_ascii=False).encode(errors="replace")) + 1
         if num_bytes > PAGE_BYTES:
             break
         shown += 1

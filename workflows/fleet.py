@@ -31,7 +31,7 @@ JOIN_SECONDS: Final = 15
 
 def cut(text: str, num_bytes: int) -> str:
     """As much of `text` as fits."""
-    return text.encode()[:num_bytes].decode(errors="ignore")
+    return text.encode(errors="replace")[:num_bytes].decode(errors="ignore")
 
 
 def count(state: RunProgress) -> int:

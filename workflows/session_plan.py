@@ -43,6 +43,7 @@ MAX_GROUPS: Final = 64
 """What a Mac may ask for at a time, as in `rollout.groups`."""
 MAX_GROUP_SIZE: Final = 64
 DAY_SECONDS: Final = 86_400.0
+MAX_TOKENS_PER_SECOND: Final = 1e9
 SLOW_SHARE: Final = 0.25
 """What takes more of a sweep's time than this is why a Mac is slow."""
 LOST: Final = frozenset({"heartbeat", "schedule_to_start"})
@@ -59,7 +60,13 @@ def within_bounds(given: SessionInput) -> SessionInput:
         heartbeat_seconds=_between(given.heartbeat_seconds, 1.0, 3600.0),
         away_expiry_seconds=_between(given.away_expiry_seconds, 1.0, 365 * DAY_SECONDS),
         continue_after_events=_between(given.continue_after_events, 10, 10_000),
+        place=_said(given.place),
     )
+
+
+def _said(text: str, limit: int = MAX_TEXT) -> str:
+    """As much of what a Mac says as is kept; JSON can have half of a surrogate pair, and whoever writes UTF-8 fails on it."""
+    return text[:limit].encode(errors="replace").decode()
 
 
 def _between(value: Number, low: Number, high: Number) -> Number:
@@ -68,8 +75,11 @@ def _between(value: Number, low: Number, high: Number) -> Number:
 
 
 def on_hello(state: SessionProgress, hello: Hello, now: float) -> SessionProgress:
-    """A Mac is here. The live one again: noted. Another one: it waits until the live one is away or silent."""
-    if state.state in ("ended", "refused"):
+    """A Mac is here. The live one again: noted. Another one: it waits until the live one is away or silent.
+
+    Without a nonce it is nobody: it could not be told from one that was admitted.
+    """
+    if state.state in ("ended", "refused") or not hello.nonce:
         return state
     state = replace(state, invite=hello.invite or state.invite, groups=_asked(hello.groups, state))
     if state.state == "away":
@@ -165,7 +175,7 @@ def went_away(state: SessionProgress, reason: str, now: float) -> SessionProgres
     """The live worker is gone; one that waits takes over at once."""
     if state.candidate:
         return _live(state, state.candidate, now)
-    return replace(state, state="away", reason=reason[:MAX_TEXT])
+    return replace(state, state="away", reason=_said(reason))
 
 
 def take_over_if_due(state: SessionProgress, heartbeat_seconds: float, now: float) -> SessionProgress:
@@ -221,15 +231,15 @@ def on_result(state: SessionProgress, result: SweepResult, now: float) -> Sessio
         totals=_add(state.totals, result, joining=state.joining),
         joining=False,
         version=result.version if result.purpose == "train" and result.version >= 0 else state.version,
-        reason=result.reason[:MAX_TEXT],
+        reason=_said(result.reason),
         num_empty=0,
         stopped_since=0.0,
         resting=result.status == "paused" and result.resting,
         ready_at=now,
         waits_for="",
-        unsent=tuple(key[:MAX_TEXT] for key in result.unsent[:MAX_UNSENT]),
+        unsent=tuple(key[:MAX_TEXT] for key in result.unsent[:MAX_UNSENT] if key.isascii()),
         groups=_asked(result.groups, state),
-        heat=result.heat[:16],
+        heat=_said(result.heat, 16),
     )
     match result.status:
         case "done" | "partial":
@@ -274,7 +284,7 @@ def _with_speed(state: SessionProgress, result: SweepResult) -> SessionProgress:
     return replace(
         state,
         sweep_seconds=0.5 * (state.sweep_seconds + played_seconds) if state.sweep_seconds else played_seconds,
-        tokens_per_second=round(result.num_sampled_tokens / seconds, 1),
+        tokens_per_second=round(min(result.num_sampled_tokens / seconds, MAX_TOKENS_PER_SECOND), 1),
         slow_because=f"{shares[slow]:.0%} of its time {slow}" if shares[slow] > SLOW_SHARE else HOT.get(result.heat, ""),
     )
 
@@ -292,7 +302,7 @@ def wanted_ahead(state: SessionProgress) -> int:
     """Sweeps beyond the next that the Mac should hold grants for: as many as last through an outage of the control plane."""
     if state.sweep_seconds <= 0:
         return 1
-    return max(1, min(MAX_HELD_AHEAD, math.ceil(OUTAGE_SECONDS / state.sweep_seconds)))
+    return max(1, math.ceil(min(MAX_HELD_AHEAD, OUTAGE_SECONDS / state.sweep_seconds)))
 
 
 def fitting_ahead(grant: Grant, following: tuple[Grant, ...]) -> tuple[Grant, ...]:

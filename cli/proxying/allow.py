@@ -210,6 +210,8 @@ def _hello(request: SignalWithStartWorkflowExecutionRequest, caller: Pass, place
     hello = _document(request.signal_input, Hello, _is_modest)
     if (hello.get("host"), hello.get("invite")) != (caller.host, caller.invite):
         raise denied("hello of another Mac")
+    if not hello.get("nonce"):
+        raise invalid("a hello without a nonce")
 
 
 def _goodbye(request: SignalWorkflowExecutionRequest, caller: Pass, place: Place) -> None:

@@ -28,3 +28,8 @@ def test_census_is_paged_by_bytes_and_counts_all_that_play() -> None:
 )
 def test_builds_are_compared_by_number(build: str, older: bool) -> None:
     assert is_older(build, "0.1.0") is older
+
+
+def test_a_census_counts_a_mac_that_says_what_nobody_can_write() -> None:
+    macs = [MacFacts("mac-1", slow_because="\ud800"), MacFacts("mac-2")]
+    assert [one.host for one in census_page(macs, "").macs] == ["mac-1", "mac-2"]

@@ -147,6 +147,7 @@ def test_a_hello_as_the_worker_says_it_passes() -> None:
         hello({"heartbeat_seconds": float("nan")}),
         hello({"place": 7}),
         hello(said={"nonce": 5}),
+        hello(said={"nonce": ""}),
         hello(said={"groups": None}),
         hello({"place": "x" * 5000}),
         hello({"place": "\x1b[31m"}),

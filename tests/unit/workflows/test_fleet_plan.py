@@ -179,3 +179,7 @@ def test_resumed_run_goes_on_with_its_budget_and_its_quarantine() -> None:
     state = apply(Acquired(1001, "box", "q", 0, 0, num_gpus=2), state, rules, 1000.0)
     assert plan.end_reason(state, rules, 1899.0) == ""
     assert plan.end_reason(state, rules, 1900.0) == "2 GPU hours are used"
+
+
+def test_a_text_is_cut_to_bytes_whatever_is_in_it() -> None:
+    assert [fleet.cut(text, 3) for text in ("abcd", "\u00e9\u00e9", "\ud800b")] == ["abc", "\u00e9", "?b"]

@@ -24,6 +24,26 @@ def test_hello_makes_live_and_again_changes_nothing_but_the_time() -> None:
     assert plan.on_hello(state, Hello("mac-1", "one"), 20.0) == replace(state, seen_at=20.0)
 
 
+def test_hello_of_nobody_changes_nothing() -> None:
+    """An empty nonce is the one that a new session has admitted: its Mac would play without being asked about."""
+    assert plan.on_hello(SessionProgress(), Hello("mac-1", ""), 10.0) == SessionProgress()
+    assert plan.on_hello(live(), Hello("mac-1", ""), 10.0) == live()
+
+
+def test_what_a_mac_says_can_be_written_down_whatever_it_is() -> None:
+    foul = "a\ud800b"
+    result = SweepResult("paused", 3, reason=foul, heat=foul, unsent=(foul, "k\u00e9", "groups/a"), resting=True)
+    state = plan.on_result(live(), result, 20.0)
+    assert (state.reason, state.heat, state.unsent) == ("a?b", "a?b", ("groups/a",))
+    assert plan.on_goodbye(live(), Goodbye("mac-1", "one", foul), 20.0).reason == "said goodbye: a?b"
+    assert plan.facts_of(state, plan.within_bounds(SessionInput("demo", "mac-1", place=foul))).place == "a?b"
+
+
+def test_a_sweep_that_took_no_time_at_all_has_a_speed() -> None:
+    state = plan.on_result(live(), SweepResult("done", 0, num_sampled_tokens=10**15, decode_seconds=5e-324), 20.0)
+    assert (state.tokens_per_second, plan.wanted_ahead(state)) == (1e9, 5)
+
+
 def test_another_worker_waits_while_the_first_is_live_and_takes_over_when_it_is_lost() -> None:
     state = plan.on_hello(live(), Hello("mac-1", "two"), 20.0)
     assert (state.nonce, state.candidate) == ("one", "two")
