@@ -38,7 +38,7 @@ from stoa.contracts.errors import ObjectMissingError, ServiceUnavailableError, S
 from stoa.telemetry import log as telemetry
 from worker_mac.engine import Waits
 from worker_mac.identity import Identity
-from worker_mac.membership import SILENCE_SECONDS, Membership
+from worker_mac.membership import Greeter, Membership
 
 _log = structlog.get_logger(__name__)
 
@@ -161,17 +161,16 @@ class SwarmMac:
 
     async def _greet(self, engine: FakeMac, activities: RolloutActivities, membership: Membership) -> None:
         """Hello at the start, when the server had given this Mac up, and after silence: as the worker does."""
-        greeted, reason = 0.0, "start"
+        greeter = Greeter(self._chance)
         while True:
-            if reason and await membership.hello(self._swarm.client, self._swarm.config, reason):
-                greeted, reason = time.monotonic(), ""
+            reason = greeter.reason(
+                time.monotonic(), idle_seconds=engine.idle_seconds, lost=activities.take_lost(), unasked=activities.is_unasked
+            )
+            if reason:
+                greeter.said(time.monotonic(), await membership.hello(self._swarm.client, self._swarm.config, reason))
             await asyncio.sleep(1.0)
-            if not self._awake.is_set():
-                continue
-            if activities.take_lost():
-                reason = reason or "lost"
-            if min(engine.idle_seconds, time.monotonic() - greeted) > SILENCE_SECONDS:
-                reason = reason or "silence"
+            while not self._awake.is_set():
+                await asyncio.sleep(1.0)
 
     async def _sleep_by_chance(self, membership: Membership) -> None:
         while True:

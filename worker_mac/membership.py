@@ -3,6 +3,7 @@
 What a session makes of it is `workflows/session_plan.py`'s; when to say it is the worker's.
 """
 
+import random
 from datetime import timedelta
 from typing import Final
 
@@ -23,20 +24,60 @@ CLOCK_JUMP_SECONDS: Final = 10.0
 """A tick that took this long by the wall clock means that the Mac slept."""
 SILENCE_SECONDS: Final = 60.0
 """Without a sweep for this long the session may have lost us."""
+UNASKED_SECONDS: Final = 10.0
+"""Playing by itself for this long, the session may have lost us."""
+LONGEST_SILENCE_SECONDS: Final = 240.0
+"""A hello that changes nothing is said ever more rarely, down to this: it may be the control plane that has no time."""
+LONGEST_RETRY_SECONDS: Final = 30.0
 HELLO_LIMIT: Final = timedelta(seconds=10)
 GOODBYE_LIMIT: Final = timedelta(seconds=2)
 
 
-def reason_to_greet(pending: str, *, tick_seconds: float, silent_seconds: float) -> str:
-    """Why to say hello now; "" for no reason.
+class Greeter:
+    """When to say hello. Times are seconds of one monotonic clock.
 
-    pending: the reason of a hello that the server did not take. tick_seconds: wall clock since the last look, which is
-    longer than a tick after sleep (the monotonic clock of a Mac stands still meanwhile). silent_seconds: without a
-    sweep and without a hello.
+    Each wait is drawn from its upper half: a thousand Macs whose control plane was away do not come back in one instant,
+    nor one that is slow gets a thousand hellos more for being slow.
     """
-    if tick_seconds > CLOCK_JUMP_SECONDS:
-        return "wake"
-    return pending or ("silence" if silent_seconds > SILENCE_SECONDS else "")
+
+    def __init__(self, draw: random.Random | None = None) -> None:
+        self._draw = draw or random.Random()
+        self._pending, self._due_at = "start", 0.0
+        self._said_at = 0.0
+        self._num_failed = self._num_vain = 0
+        self._part = self._draw.uniform(0.5, 1.0)
+
+    def reason(self, now: float, *, tick_seconds: float = 0.0, idle_seconds: float = 0.0, lost: bool = False, unasked: bool = False) -> str:
+        """Why to say hello now; "" for no reason.
+
+        tick_seconds: wall clock since the last look, which is longer than a tick after sleep (the monotonic clock of a Mac
+        stands still meanwhile). idle_seconds: without a sweep. lost: the server gave our sweep up. unasked: the Mac plays
+        on by itself.
+        """
+        if tick_seconds > CLOCK_JUMP_SECONDS or lost:
+            self._pending, self._due_at = "wake" if tick_seconds > CLOCK_JUMP_SECONDS else "lost", now
+            self._num_failed = 0
+        if not self._pending:
+            self._pending = self._misgiving(now - self._said_at, idle_seconds, unasked)
+        return self._pending if now >= self._due_at else ""
+
+    def _misgiving(self, since_hello: float, idle_seconds: float, unasked: bool) -> str:
+        if not unasked and idle_seconds < since_hello:
+            self._num_vain = 0  # we were asked for something since
+        longer = self._part * 2.0**self._num_vain
+        if unasked and since_hello > min(LONGEST_SILENCE_SECONDS, UNASKED_SECONDS * longer):
+            return "unasked"
+        return "silence" if min(idle_seconds, since_hello) > min(LONGEST_SILENCE_SECONDS, SILENCE_SECONDS * longer) else ""
+
+    def said(self, now: float, taken: bool) -> None:
+        """A hello was said; `taken`: the server has it."""
+        self._part = self._draw.uniform(0.5, 1.0)
+        if taken:
+            self._num_vain = min(self._num_vain + 1, 10) if self._pending in ("silence", "unasked") else 0
+            self._pending, self._said_at, self._num_failed = "", now, 0
+            return
+        self._due_at = now + min(LONGEST_RETRY_SECONDS, 2.0**self._num_failed) * self._part
+        self._num_failed = min(self._num_failed + 1, 10)
 
 
 class Membership:

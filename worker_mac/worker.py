@@ -50,7 +50,7 @@ from worker_mac.guest import GUEST_FILE, Guest
 from worker_mac.identity import Identity, pin_key
 from worker_mac.invited import Entry, enter
 from worker_mac.limits import Budgets, CappedMeters
-from worker_mac.membership import Membership, reason_to_greet
+from worker_mac.membership import Greeter, Membership
 from worker_mac.panics import Caution, PanicLog
 from worker_mac.senses import probe_here
 from worker_mac.service import QUICK_SECONDS, Attempts
@@ -66,7 +66,6 @@ MakeEngine = Callable[..., "MacEngine"]
 BUCKET_PATIENCE_SECONDS: Final = 20.0
 LONGEST_WAIT_SECONDS: Final = 5.0
 TICK_SECONDS: Final = 1.0
-UNASKED_SECONDS: Final = 10.0
 """After sweeps that nobody asked for, and until somebody asks, the session is told so often that we are here."""
 RESUME_SECONDS: Final = 60.0
 """A worker started on a stopped run waits this long for it to be resumed."""
@@ -435,23 +434,25 @@ class _Worker:
         self, client: Client, config: RunConfig, document: RunDocument, engine: "MacEngine", activities: RolloutActivities
     ) -> None:
         """Say hello at the start, after sleep and after silence; end when the run has stopped; look after the Mac."""
-        ticked_at = time.time()
-        greeted, looked, reason = 0.0, time.monotonic(), "start"
+        ticked_at, looked, greeter = time.time(), time.monotonic(), Greeter()
+        reason = greeter.reason(time.monotonic())
         while not self._stop.is_set():
             try:
-                if reason and await self._membership.hello(client, config, reason, groups=engine.groups):
-                    greeted, reason = time.monotonic(), ""
+                if reason:
+                    greeter.said(time.monotonic(), await self._membership.hello(client, config, reason, groups=engine.groups))
             except AccessDeniedError as error:
                 self._refused = error
                 self._stop.set()
             await self._pause(TICK_SECONDS)
             now, wall = time.monotonic(), time.time()
-            reason = reason_to_greet(reason, tick_seconds=wall - ticked_at, silent_seconds=min(engine.idle_seconds, now - greeted))
+            reason = greeter.reason(
+                now,
+                tick_seconds=wall - ticked_at,
+                idle_seconds=engine.idle_seconds,
+                lost=activities.take_lost(),
+                unasked=activities.is_unasked,
+            )
             ticked_at = wall
-            if activities.take_lost():
-                reason = reason or "lost"
-            if activities.is_unasked and now - greeted > UNASKED_SECONDS:
-                reason = reason or "unasked"
             if engine.idle_seconds > config.timeouts.head_poll_seconds < now - looked:
                 looked = now
                 self._run_stopped = await asyncio.to_thread(self._is_stopped, document)

@@ -18,7 +18,6 @@ from stoa.rollouts.shard import MAX_GROUP_BYTES, decode_group
 from tests.unit.worker_mac.publishing import Publishing
 from tests.unit.worker_mac.sessions import Control, events_of, session_of, until, worker_process, write_config
 from worker_mac.identity import Identity, lock_holder, note_sweep, pin_key, pinned_key
-from worker_mac.membership import reason_to_greet
 from worker_mac.worker import _Worker, read_options, require_extra
 from workflows.mac_session import MacSessionWorkflow
 
@@ -132,23 +131,6 @@ def test_a_sweep_that_cannot_be_noted_leaves_no_older_note_that_would_be_believe
 def test_command_line_names_config_state_host_and_place(tmp_path: Path) -> None:
     options = read_options(["x.toml", "--state", str(tmp_path), "--host", "mac-7", "--place", "Lyon"])
     assert (options.config, options.state, options.host, options.place) == (Path("x.toml"), tmp_path, "mac-7", "Lyon")
-
-
-@pytest.mark.parametrize(
-    ("pending", "tick_seconds", "silent_seconds", "reason"),
-    [
-        ("", 1.0, 5.0, ""),
-        ("", 1.2, 61.0, "silence"),
-        ("", 3600.0, 0.0, "wake"),
-        ("start", 1.0, 0.0, "start"),  # not taken yet: said again
-        ("start", 30.0, 0.0, "wake"),
-        ("silence", 1.0, 500.0, "silence"),
-    ],
-)
-def test_hello_is_said_after_sleep_after_silence_and_until_it_is_taken(
-    pending: str, tick_seconds: float, silent_seconds: float, reason: str
-) -> None:
-    assert reason_to_greet(pending, tick_seconds=tick_seconds, silent_seconds=silent_seconds) == reason
 
 
 def test_wrong_config_is_wrong_use(tmp_path: Path) -> None:
