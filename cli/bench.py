@@ -9,14 +9,19 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from cli.doctor.bucket import measure_line
 from cli.doctor.machine import memory_plan
-from cli.doctor.open import open_scene
-from cli.say import bytes_text
+from cli.doctor.open import open_scene, scene_of
+from cli.doctor.scene import Scene
+from cli.say import bytes_text, talk
+from stoa.bucket.head import read_head
+from stoa.bucket.steps import lineage
 from stoa.config.load import state_folder
-from stoa.contracts.errors import ModelMissingError, UsageError
+from stoa.contracts.errors import ModelMissingError, StoaError, UsageError
 from worker_mac.identity import lock_holder, locked_error
+from worker_mac.invited import INVITE_FILE
 
 LIMIT_SECONDS: Final = 900.0
 MOST_GROUPS: Final = 16
@@ -35,6 +40,13 @@ class Rates:
     step_seconds: float
     peak_bytes: int
     device: str
+    update: dict[str, float]
+    """What `worker_mac.bench_update.Update` holds."""
+    watts: float | None = None
+    line: tuple[float, float | None] | None = None
+    """Bytes a second down from the run's bucket and up to it; none that was not measured."""
+    run_tokens_per_second: float | None = None
+    """Of the run's newest step, all Macs together."""
 
 
 def measure(file: Path | None, groups: int, state: Path | None) -> Rates | None:
@@ -59,14 +71,36 @@ def measure(file: Path | None, groups: int, state: Path | None) -> Rates | None:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS, check=False)
     finally:
         config.unlink()
-    return read(done.stdout) if done.returncode == 0 else None
+    if done.returncode:
+        return None
+    invited = file is None and (scene.folder / INVITE_FILE).is_file()
+    return read(done.stdout, **_of_run(scene if invited else scene_of(scene.config, "all", scene.folder)) if invited or file else {})
 
 
-def read(text: str) -> Rates:
-    """The line that the measuring process prints."""
+def _of_run(scene: Scene) -> dict[str, Any]:
+    """What this machine's line and the run itself tell; nothing where the bucket does not answer, or has no such run."""
+    found: dict[str, Any] = {}
+    try:
+        found["line"] = measure_line(scene)
+        if scene.store is not None and scene.run is not None:
+            head, _ = read_head(scene.store, scene.run.run, scene.run.public_key)
+            newest = next(lineage(scene.store, head), None)
+            found["run_tokens_per_second"] = newest.metrics.get("fleet_tokens_per_second") if newest is not None else None
+    except StoaError as problem:
+        talk(f"the run's bucket: {problem.message}")
+    return found
+
+
+def read(text: str, *, line: tuple[float, float | None] | None = None, run_tokens_per_second: float | None = None) -> Rates:
+    """The line that the measuring process prints, and what was found beside it."""
     tree = json.loads(text)
     rates = {int(width): float(rate) for width, rate in tree["tokens_per_second"].items()}
-    return Rates(text.strip(), rates, tree["knee_groups"], tree["group_size"], tree["step_seconds"], tree["peak_bytes"], tree["device"])
+    down, up = line or (None, None)
+    beside = {"down_bytes_per_second": down, "up_bytes_per_second": up, "run_tokens_per_second": run_tokens_per_second}
+    return Rates(
+        json.dumps({**tree, **beside}), rates, tree["knee_groups"], tree["group_size"], tree["step_seconds"], tree["peak_bytes"],
+        tree["device"], tree["update"], tree["watts"], line, run_tokens_per_second,
+    )  # fmt: skip
 
 
 def sentences(rates: Rates) -> Iterator[str]:
@@ -74,8 +108,25 @@ def sentences(rates: Rates) -> Iterator[str]:
     at_knee, best = rates.tokens_per_second[rates.knee_groups], max(rates.tokens_per_second.values())
     yield f"knee        {rates.knee_groups} groups of {rates.group_size}: {at_knee:.0f} tokens/s, {at_knee / best:.0%} of the best"
     yield f"a step      {rates.step_seconds * 1e3:.0f} ms on {rates.device}; at most {bytes_text(rates.peak_bytes)} in use"
+    update = rates.update
+    yield (
+        f"an update   of {update['num_changed']:.0f} codes, {bytes_text(update['num_bytes'])}: "
+        f"encoded in {update['encode_seconds']:.2f} s, "
+        f"applied in {update['apply_seconds']:.2f} s, checked in {update['rescan_seconds']:.2f} s beside decoding"
+    )
+    if rates.watts is None:
+        yield "power       not told: `macmon` tells it where it is installed, `powermetrics` tells root alone"
+    else:
+        yield f"power       {rates.watts:.0f} W at the knee: {at_knee / rates.watts:.1f} tokens a joule"
+    if rates.line is None:
+        yield "line        not measured: name the configuration of a run, or join first"
+    else:
+        down, up = rates.line
+        told = "up not measured: this key writes nothing without a ticket" if up is None else f"up {bytes_text(up)}/s"
+        yield f"line        down {bytes_text(down)}/s, {told}; such an update comes in {update['num_bytes'] / down:.1f} s"
     hourly = at_knee * 3600 / (EPISODE_TOKENS * rates.group_size)
-    yield f"it adds     about {hourly:.0f} groups an hour of {EPISODE_TOKENS} sampled tokens an episode, while it plays"
+    more = f"; {at_knee / rates.run_tokens_per_second:.0%} of what the run's Macs sample now" if rates.run_tokens_per_second else ""
+    yield f"it adds     about {hourly:.0f} groups an hour of {EPISODE_TOKENS} sampled tokens an episode, while it plays{more}"
     yield "weights     random ones of the model's shapes; trained ones choose experts less evenly"
 
 

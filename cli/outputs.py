@@ -113,7 +113,9 @@ OUTPUTS: Final[dict[str, Output]] = {
     ),
     "warmstart": Output({"memory": "Bytes planned and used.", "last_step": "Steps taken.", "exported": "The checkpoint, or none."}),
     "bundle": Output({}, "cli.bundle:Bundled"),
-    "bench": Output({"(all)": "What `worker_mac.bench` measures: tokens_per_second by width, knee_groups, step_seconds, peak_bytes..."}),
+    "bench": Output(
+        {"(all)": "What `worker_mac.bench` measures: tokens_per_second by width, knee_groups, update, watts...; the line; the run."}
+    ),
     "bench kernels": Output({"(all)": "What `metal.bench` reports: chip, measured, rows, verdicts."}),
     "config check": Output(
         {

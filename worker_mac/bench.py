@@ -31,6 +31,7 @@ from stoa.telemetry import log as telemetry
 from stoa.weights.grid import bf16_bits
 from stoa.weights.layout import Layout, RawType, layout_of
 from worker_mac import selftest
+from worker_mac.bench_update import Update, measure_update
 from worker_mac.ending import leave
 from worker_mac.guest import Guest
 from worker_mac.identity import Identity
@@ -39,6 +40,7 @@ from worker_mac.model_config import read_model_config
 from worker_mac.player import Player
 from worker_mac.sweep import Casting
 from worker_mac.versions import Served
+from worker_mac.watts import Meter, metered, watts_here
 from worker_mac.weights import LiveWeights
 from worker_mac.width import KNEE_FILE, KNEE_FORMAT
 
@@ -57,7 +59,7 @@ _BLOCK_BYTES: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Rates by width in groups; what one step took at the knee; the most memory that was in use."""
+    """Rates by width in groups; what one step took at the knee; the most memory that was in use; what an update takes."""
 
     model: str
     group_size: int
@@ -67,6 +69,9 @@ class Measured:
     peak_bytes: int
     fingerprint: str
     device: str
+    update: Update
+    watts: float | None = None
+    """Of this machine while it sampled at the knee; none where nobody tells."""
 
 
 def knee(tokens_per_second: Mapping[int, float], enough: float = ENOUGH) -> int:
@@ -145,9 +150,16 @@ def measure(player: Player, served: Served, num_groups: int, group_size: int) ->
 
 
 def bench(
-    config: Mapping[str, object], raw_dtype: RawType, widths: Sequence[int], group_size: int, *, folder: Path, allowed: MacHost
+    config: Mapping[str, object],
+    raw_dtype: RawType,
+    widths: Sequence[int],
+    group_size: int,
+    *,
+    folder: Path,
+    allowed: MacHost,
+    meter: Meter = watts_here,
 ) -> Measured:
-    """Measure all widths, narrowest first, in an empty `folder`.
+    """Measure all widths, narrowest first, in an empty `folder`; then an update of the weights.
 
     Raises WeightsError if this MLX computes wrongly, UsageError for a width that memory does not hold.
     """
@@ -163,12 +175,21 @@ def bench(
     mx.reset_peak_memory()
     rates: dict[int, float] = {}
     steps: dict[int, float] = {}
+    draws: dict[int, float | None] = {}
     for width in widths:
-        rates[width], steps[width] = measure(player, served, width, group_size)
+        with metered(meter) as draw:
+            rates[width], steps[width] = measure(player, served, width, group_size)
+        draws[width] = draw.watts
         sys.stderr.write(f"{width:3} groups  {rates[width]:8.1f} tokens/s  {steps[width] * 1e3:8.1f} ms a step\n")
         player.drop_pool()
     found = knee(rates)
-    return Measured(layout.layout_id, group_size, rates, found, steps[found], mx.get_peak_memory(), fingerprint, verdict.device)
+    peak_bytes = mx.get_peak_memory()
+    live.settle()
+    update = measure_update(live.state)
+    sys.stderr.write(
+        f"a delta of {update.num_bytes / 1e6:.1f} MB: encoded in {update.encode_seconds:.2f} s, applied in {update.apply_seconds:.2f} s\n"
+    )
+    return Measured(layout.layout_id, group_size, rates, found, steps[found], peak_bytes, fingerprint, verdict.device, update, draws[found])
 
 
 def keep(folder: Path, measured: Measured, now: float | None = None) -> Path:

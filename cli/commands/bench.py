@@ -23,7 +23,9 @@ def widths(
 ) -> Exit:
     """Measure tokens a second by width on this Mac and keep the width from which more groups hardly help.
 
-    Its worker plays that many groups at once from its next start on, where the run leaves the width to each Mac.
+    Also what an update of the weights takes, watts where the Mac tells them, and, for the run of FILE or of the invitation
+    that is kept, this Mac's line and what it would add. Its worker plays that many groups at once from its next start on, where
+    the run leaves the width to each Mac.
     """
     from cli.bench import measure, sentences
 

@@ -143,6 +143,21 @@ def _is_allowed(act: Callable[[], object]) -> bool:
 
 def check_bandwidth(scene: Scene) -> Finding | None:
     """How fast the newest weights come down, by a piece of them; and up, where this key may write."""
+    line = measure_line(scene)
+    if line is None:
+        return None
+    down, up = line
+    said = f"down {bytes_text(down)}/s" + ("" if up is None else f", up {bytes_text(up)}/s")
+    weights = scene.layout.num_bytes if scene.layout is not None else 0
+    join_seconds = weights / down
+    said += f"; a first join takes {bytes_text(weights)}, about {time_text(join_seconds)}"
+    if join_seconds > SLOW_SECONDS:
+        return warn(BANDWIDTH, said, "a wired line or another place; joining again later takes much less")
+    return good(BANDWIDTH, said)
+
+
+def measure_line(scene: Scene) -> tuple[float, float | None] | None:
+    """Bytes a second down from the bucket, and up where this key may write; None where there is no run to measure with."""
     store = scene.store
     if store is None or scene.run is None:
         return None
@@ -152,15 +167,7 @@ def check_bandwidth(scene: Scene) -> Finding | None:
     anchor = _anchor_part(store, scene) if scene.is_home else None
     key, size = anchor or (sample.key, sample.num_bytes)
     down = _rate(lambda: _download(store, key, min(size, SAMPLE_BYTES)))
-    said = f"down {bytes_text(down)}/s"
-    if scene.is_home:
-        said += f", up {bytes_text(_rate(lambda: _upload(store)))}/s"
-    weights = scene.layout.num_bytes if scene.layout is not None else 0
-    join_seconds = weights / down
-    said += f"; a first join takes {bytes_text(weights)}, about {time_text(join_seconds)}"
-    if join_seconds > SLOW_SECONDS:
-        return warn(BANDWIDTH, said, "a wired line or another place; joining again later takes much less")
-    return good(BANDWIDTH, said)
+    return down, _rate(lambda: _upload(store)) if scene.is_home else None
 
 
 def _anchor_part(store: Store, scene: Scene) -> tuple[str, int] | None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,12 @@ from stoa.config.load import PROJECT_ROOT
 from stoa.weights.layout import layout_of
 from tests.unit.worker_mac.policies import TINY
 from worker_mac.bench import Measured, bench, keep, knee, random_weights
+from worker_mac.bench_update import ONE_IN, Update, measure_update
 from worker_mac.forced import Forced
 from worker_mac.identity import Identity
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
+from worker_mac.watts import metered, read_macmon, read_powermetrics
 from worker_mac.width import read_knee
 
 
@@ -51,7 +54,7 @@ def test_random_weights_give_logits_that_are_numbers() -> None:
 
 
 def test_what_is_kept_is_what_the_worker_reads(tmp_path: Path) -> None:
-    measured = Measured("abc", 8, {1: 10.123, 2: 20.0}, 2, 0.8, 1000, "f", "cpu")
+    measured = Measured("abc", 8, {1: 10.123, 2: 20.0}, 2, 0.8, 1000, "f", "cpu", Update(10, 9, 0.1, 0.2, 0.3))
     assert json.loads(keep(tmp_path, measured, now=5.0).read_text()) == {
         "format": 1, "model": "abc", "knee_groups": 2, "tokens_per_second": {"1": 10.12, "2": 20.0}, "measured_at": 5.0,
     }  # fmt: skip
@@ -59,7 +62,8 @@ def test_what_is_kept_is_what_the_worker_reads(tmp_path: Path) -> None:
 
 
 def test_all_widths_are_measured_and_the_model_is_named(tmp_path: Path) -> None:
-    measured = bench(TINY, "float32", [1, 2], 4, folder=tmp_path, allowed=MacHost())
+    measured = bench(TINY, "float32", [1, 2], 4, folder=tmp_path, allowed=MacHost(), meter=lambda: 30.0)
+    assert measured.watts == 30.0
     assert set(measured.tokens_per_second) == {1, 2}
     assert measured.model == layout_of(TINY, "float32").layout_id
     assert measured.knee_groups in (1, 2) and measured.peak_bytes > 0
@@ -78,7 +82,64 @@ def test_the_command_measures_the_demos_model_and_keeps_the_knee(tmp_path: Path)
     kept = json.loads((tmp_path / "knee.json").read_text())
     assert kept["knee_groups"] == rates.knee_groups == read_knee(tmp_path, kept["model"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["host", "knee.json", "lock"]
-    assert any(line.startswith("knee") for line in sentences(rates))
+    assert rates.update["num_changed"] > 0 and rates.line is None
+    said = list(sentences(rates))
+    assert any(line.startswith("knee") for line in said)
+    assert "line        not measured: name the configuration of a run, or join first" in said
+
+
+def test_an_update_changes_about_one_code_in_a_hundred_by_one_step() -> None:
+    state = random_weights(layout_of(TINY, "bfloat16")).state
+    before = {spec.name: state.arrays[spec.name].view(np.uint8).astype(np.int16) for spec in state.layout.quantised}
+    found = measure_update(state)
+    moved = np.concatenate([(state.arrays[name].view(np.uint8) - old).reshape(-1) for name, old in before.items()])
+    assert np.count_nonzero(moved) == found.num_changed and set(np.unique(moved)) == {-1, 0, 1}
+    # drawn with repetition: 1 - exp(-1 / 100) of all codes
+    assert found.num_changed / len(moved) == pytest.approx(1 / ONE_IN, rel=0.05)
+    assert 0 < found.num_bytes < 2 * found.num_changed
+    assert min(found.encode_seconds, found.apply_seconds, found.rescan_seconds) > 0
+
+
+def test_what_a_person_reads_of_line_power_and_run() -> None:
+    update = {"num_changed": 1000, "num_bytes": 2_000_000, "encode_seconds": 0.5, "apply_seconds": 0.25, "rescan_seconds": 1.0}
+    tree = {
+        "tokens_per_second": {"1": 100.0, "2": 200.0}, "knee_groups": 2, "group_size": 8, "step_seconds": 0.08, "peak_bytes": 5_000_000_000,
+        "device": "gpu", "update": update, "watts": 50.0,
+    }  # fmt: skip
+    rates = read(json.dumps(tree), line=(1_000_000.0, None), run_tokens_per_second=400.0)
+    said = {line[:12].strip(): line[12:] for line in sentences(rates)}
+    assert said["power"] == "50 W at the knee: 4.0 tokens a joule"
+    assert said["line"] == "down 1.0 MB/s, up not measured: this key writes nothing without a ticket; such an update comes in 2.0 s"
+    # 200 tokens/s * 3600 s of 8 episodes of 1,000 tokens; the run has 400 tokens/s
+    assert said["it adds"].startswith("about 90 groups an hour") and said["it adds"].endswith("; 50% of what the run's Macs sample now")
+    assert json.loads(rates.json)["down_bytes_per_second"] == 1_000_000.0
+    silent = read(json.dumps({**tree, "watts": None}), line=(1_000_000.0, 500_000.0))
+    assert any(line.startswith("power       not told") for line in sentences(silent))
+    assert any("up 500.0 kB/s; such" in line for line in sentences(silent))
+
+
+def test_watts_are_read_where_a_tool_tells_them() -> None:
+    assert read_macmon('{"all_power":8.5,"sys_power":21.25}\n') == 21.25
+    assert read_macmon('{"all_power":8.5,"sys_power":0.0}') == 8.5, "some Macs tell nothing of the whole"
+    assert [read_macmon(text) for text in ("", "[1]", "{}", '{"sys_power":"x"}', "error: no such device")] == [None] * 5
+    assert read_powermetrics("CPU Power: 1200 mW\nCombined Power (CPU + GPU + ANE): 34567 mW\n") == pytest.approx(34.567)
+    assert read_powermetrics("powermetrics must be invoked as the superuser") is None
+
+
+def test_a_meter_that_tells_nothing_is_asked_once_and_others_give_their_median() -> None:
+    asked, given = list[int](), iter([10.0, 50.0, 20.0])
+
+    def silent() -> float | None:
+        asked.append(1)
+        return None
+
+    with metered(silent) as draw:
+        time.sleep(0.05)
+    assert (draw.watts, len(asked)) == (None, 1)
+    with metered(lambda: next(given, None)) as draw:
+        while len(draw.readings) < 3:
+            time.sleep(0.01)
+    assert draw.watts == 20.0
 
 
 def test_beside_a_worker_nothing_is_measured(tmp_path: Path) -> None:
