@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Final, NoReturn
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter
 
 from cli import say
+from cli.examples import epilogue
 from cli.say import Exit
 from stoa.contracts.errors import StoaError
 
@@ -58,27 +59,28 @@ _COMMANDS: Final = {
         "completion": "Print or install what makes a shell complete commands and flags.",
     },
 }
-_EXAMPLES: Final = """RL post-training where Macs generate every rollout and one GPU box learns.
-
-`stoa demo`                   the whole thing here, in minutes
-`stoa run configs/demo.toml`  a run on your servers
-`stoa status demo`            how it is"""
+_WITH_COMMANDS: Final = frozenset(("bench", "config", "episode", "plan", "search", "weights"))
+"""Commands under which others stand: each says in its own file how its help ends."""
+_WHAT: Final = "RL post-training where Macs generate every rollout and one GPU box learns."
 
 
 def build() -> App:
     """The application with all commands, none of them imported."""
     app = App(
         name="stoa",
-        help=_EXAMPLES,
+        help=_WHAT,
+        help_epilogue=epilogue(""),
         version=_version,
         result_action="return_value",
         help_format="plaintext",  # anything else loads a parser of Markdown, a third of the time that --help takes
         suppress_keyboard_interrupt=False,
         default_parameter=Parameter(negative_bool="", negative_iterable=""),
     )
-    for group, commands in _COMMANDS.items():
+    for place, (title, commands) in enumerate(_COMMANDS.items()):
+        group = Group(title, sort_key=place)
         for name, text in commands.items():
-            app.command(f"cli.commands.{name}:{name}", name=name, help=text, group=group)
+            own = {} if name in _WITH_COMMANDS else {"help_epilogue": epilogue(name)}
+            app.command(f"cli.commands.{name}:{name}", name=name, help=text, group=group, **own)
     return app
 
 

@@ -7,9 +7,10 @@ from cyclopts import App, Parameter
 
 from cli import say
 from cli.arguments import AsJson
+from cli.examples import epilogue
 from cli.say import Exit
 
-bench = App(name="bench", help="Measure this Mac: tokens a second by width, or the Metal kernels.")
+bench = App(name="bench", help="Measure this Mac: tokens a second by width, or the Metal kernels.", help_epilogue=epilogue("bench"))
 
 
 @bench.default

@@ -6,9 +6,10 @@ from cyclopts import App
 
 from cli import say
 from cli.arguments import AsJson, Sets
+from cli.examples import epilogue
 from cli.say import Exit
 
-config = App(name="config", help="Check a configuration file.")
+config = App(name="config", help="Check a configuration file.", help_epilogue=epilogue("config"))
 
 
 @config.command

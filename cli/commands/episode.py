@@ -8,13 +8,18 @@ from cyclopts import App, Parameter
 
 from cli import say
 from cli.arguments import AsJson, RunArgument, Servers
+from cli.examples import epilogue
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from cli.transcript import EpisodeView
 
-episode = App(name="episode", help="Read what a Mac played: turns, tool calls, rewards, which tokens were learned from.")
+episode = App(
+    name="episode",
+    help="Read what a Mac played: turns, tool calls, rewards, which tokens were learned from.",
+    help_epilogue=epilogue("episode"),
+)
 
 
 @episode.command

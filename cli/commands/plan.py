@@ -7,12 +7,13 @@ from cyclopts import App, Parameter
 
 from cli import say
 from cli.arguments import AsJson
+from cli.examples import epilogue
 
 if TYPE_CHECKING:
     from cli.plan.fleet_answers import Answers, Way
     from cli.plan.gpu import Line, Model
 
-plan = App(name="plan", help="Work out what fits before hiring a machine, and what a fleet of Macs brings.")
+plan = App(name="plan", help="Work out what fits before hiring a machine, and what a fleet of Macs brings.", help_epilogue=epilogue("plan"))
 
 
 @plan.command

@@ -7,8 +7,11 @@ from cyclopts import App, Parameter
 
 from cli import say
 from cli.arguments import AsJson
+from cli.examples import epilogue
 
-search = App(name="search", help="Fetch, clean, index and look at the papers and questions of PaperSearchQA.")
+search = App(
+    name="search", help="Fetch, clean, index and look at the papers and questions of PaperSearchQA.", help_epilogue=epilogue("search")
+)
 
 
 @search.command

@@ -9,13 +9,14 @@ from cyclopts import App, Parameter
 
 from cli import say
 from cli.arguments import AsJson, RunArgument, Servers
+from cli.examples import epilogue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stoa.bucket.retention import Judged
 
-weights = App(name="weights", help="Look at, check, compare and clear the published weights of a run.")
+weights = App(name="weights", help="Look at, check, compare and clear the published weights of a run.", help_epilogue=epilogue("weights"))
 MOST_TENSORS = 20
 
 

@@ -1,6 +1,7 @@
 """`stoa --help` is quick and loads nothing heavy; every command answers to --help and says what it is."""
 
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from inspect import signature
 import pytest
 from cyclopts import App
 
+from cli.examples import EXAMPLES
 from cli.main import _COMMANDS, build
 
 HEAVY = (
@@ -120,3 +122,25 @@ def test_set_takes_one_value_so_that_a_file_may_follow() -> None:
     _, bound, _ = build()["run"].parse_args(["--set", "a=1", "--set", "b=2", "x.toml"], exit_on_error=False, print_error=False)
     assert [str(value) for value in bound.args] == ["x.toml"]
     assert bound.kwargs["sets"] == ("a=1", "b=2")
+
+
+def test_groups_stand_in_the_order_of_use_and_examples_at_the_end() -> None:
+    text = stoa("--help").stdout
+    places = [text.index(word) for word in ("─ Run ─", "─ Look ─", "─ Set up ─", "Examples:", "stoa export demo out --to mlx")]
+    assert places == sorted(places)
+    own = stoa("weights", "--help").stdout
+    assert "stoa weights verify demo" in own and "stoa demo" not in own
+    assert "Examples" not in stoa("leave", "--help").stdout, "a command without examples has nobody else's"
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_each_example_is_a_line_that_the_program_takes(line: str) -> None:
+    tokens = shlex.split(re.sub(r" [<>] \S+$", "", line))
+    assert tokens[0] == "stoa"
+    _, bound, _ = build().parse_args(tokens[1:], exit_on_error=False, print_error=False)
+    assert bound is not None
+
+
+def test_each_example_stands_under_its_own_command() -> None:
+    assert set(EXAMPLES) - {""} <= set(NAMES)
+    assert all(line.split()[1] == name for name, lines in EXAMPLES.items() for line in lines if name)
