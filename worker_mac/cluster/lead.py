@@ -85,7 +85,7 @@ class Ranks:
 
     def all(self, order: Message) -> list[Message]:
         """Give every other Mac one order, and wait for all answers."""
-        return [answer.result(ORDER_SECONDS) for answer in [self.ask(rank, order) for rank in range(1, self.size)]]
+        return [answer_of(answer, self, ORDER_SECONDS) for answer in [self.ask(rank, order) for rank in range(1, self.size)]]
 
     def put(self, rank: int, name: str, at: int, data: memoryview) -> None:
         """See `parts.Elsewhere`. It is on its way when this returns; `digests` waits for it."""
@@ -100,7 +100,7 @@ class Ranks:
         """See `parts.Elsewhere`."""
         with self._lock:
             self.revision[rank] += 1
-        self.ask(rank, Message("apply", {}, change_arrays(change))).result(ORDER_SECONDS)
+        answer_of(self.ask(rank, Message("apply", {}, change_arrays(change))), self, ORDER_SECONDS)
 
     def get(self, rank: int, name: str, at: int, count: int) -> "Future[NDArray[np.uint8]]":
         """See `dealt.ElsewhereToo`."""
@@ -121,8 +121,8 @@ class Ranks:
         with self._lock:
             puts, self._puts[rank] = self._puts[rank], []
         for put in puts:
-            put.result(ORDER_SECONDS)
-        found = self.ask(rank, Message("digests", {"names": list(names)})).result(ORDER_SECONDS).fields["digests"]
+            answer_of(put, self, ORDER_SECONDS)
+        found = answer_of(self.ask(rank, Message("digests", {"names": list(names)})), self, ORDER_SECONDS).fields["digests"]
         return {str(name): str(digest) for name, digest in found.items()} if isinstance(found, dict) else {}
 
     def close(self) -> None:
@@ -168,16 +168,27 @@ class Ranks:
             self.lose(error)
 
 
+def answer_of(answer: "Future[Message]", ranks: Ranks, seconds: float) -> Message:
+    """Wait for an answer. Raises what happened there; RankLostError, and ends the set, if nothing comes: that Mac beats, but hangs."""
+    try:
+        return answer.result(seconds)
+    except TimeoutError as error:
+        lost = RankLostError(f"a Mac of the set lives, and has not answered an order in {seconds:g} s")
+        ranks.lose(lost)
+        raise lost from error
+
+
 @dataclass(slots=True)
 class Stepping:
     """A step that other Macs still compute."""
 
     own: Drawn
     answers: "list[Future[Message]]"
+    ranks: Ranks
 
     def result(self) -> Drawn:
         """Wait for it. Raises what happened on any of the Macs."""
-        found = [answer.result(STEP_SECONDS) for answer in self.answers]
+        found = [answer_of(answer, self.ranks, STEP_SECONDS) for answer in self.answers]
         return read_drawn([Message("done", {}, drawn_answer(self.own)), *found])
 
 
@@ -197,7 +208,7 @@ class SetDecoder:
         """Tell all Macs the plan, compute this one's layers and hand them on. Raises GpuInterruptedError, RankLostError."""
         answers = self._tell("step", work, uniform)
         self._decoder.record_routing = self.record_routing
-        return Stepping(self._own(work, uniform), answers)
+        return Stepping(self._own(work, uniform), answers, self._ranks)
 
     def step(self, work: Work, uniform: NDArray[np.float32]) -> Drawn:
         """One step, to its end."""
@@ -208,7 +219,7 @@ class SetDecoder:
         uniform = np.zeros(len(work.sequences), np.float32)
         answers = self._tell("logits", work, uniform)
         self._own(work, uniform)
-        return answers[-1].result(STEP_SECONDS).arrays["logits"].astype(np.float32)
+        return answer_of(answers[-1], self._ranks, STEP_SECONDS).arrays["logits"].astype(np.float32)
 
     def reset(self) -> None:
         """New caches on all Macs."""
@@ -246,7 +257,7 @@ class Agreeing:
     def result(self) -> Drawn:
         """Wait for the others. Raises LinkMismatchError, and ends the set, if one of them drew something else."""
         for rank, answer in enumerate(self.answers, 1):
-            theirs = read_drawn([answer.result(STEP_SECONDS)])
+            theirs = read_drawn([answer_of(answer, self.ranks, STEP_SECONDS)])
             if not _same(self.own, theirs):
                 error = LinkMismatchError(
                     f"Mac {rank} drew other tokens from the same sums", hint="its chip rounds otherwise: split layers instead"
@@ -278,7 +289,7 @@ class DealtDecoder(SetDecoder):
         answers = self._tell("logits", work, np.zeros(len(work.sequences), np.float32))
         found = self._together(lambda: self._decoder.logits(work))
         for answer in answers:
-            answer.result(STEP_SECONDS)
+            answer_of(answer, self._ranks, STEP_SECONDS)
         return found
 
     def _together(self, compute: Callable[[], _Answer]) -> _Answer:
@@ -330,7 +341,7 @@ class WiredSet:
             if split == "tensor"
             else StageModel(self.config, arrays, spans[0], link, without_kernels=plain_ops)
         )
-        answers = [one.result(ORDER_SECONDS) for one in waiting]
+        answers = [answer_of(one, ranks, ORDER_SECONDS) for one in waiting]
         self.weights_bytes = (self.weights.num_bytes, *(answer.number("num_bytes") for answer in answers))
         """By rank."""
         _log.info("set_computes", ops=[self.model.ops, *(answer.text("ops") for answer in answers)])

@@ -250,7 +250,11 @@ def await_others(options: Options, secret: str, size: int) -> tuple[list[Channel
                 _log.warning("stranger_refused", peer=channel.peer, reason=error.message)
                 channel.close()
                 continue
-            if not hmac.compare_digest(hello.text("secret").encode(), secret.encode()) or rank in channels or not 0 < rank < size:
+            if (
+                not hmac.compare_digest(hello.text("secret").encode("utf-8", "replace"), secret.encode())
+                or rank in channels
+                or not 0 < rank < size
+            ):
                 _log.warning("stranger_refused", peer=channel.peer)
                 channel.close()
                 continue

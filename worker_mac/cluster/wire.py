@@ -29,6 +29,7 @@ MAX_ARRAYS_BYTES: Final = 1 << 31
 BEAT_SECONDS: Final = 1.0
 SILENT_SECONDS: Final = 20.0
 """A Mac that says nothing for so long is lost: it beats every second, whatever it computes."""
+MAX_DIMENSIONS: Final = 8
 _KINDS: Final = frozenset("biuf")
 _START: Final = struct.Struct("<4sI")
 Fields = Mapping[str, object]
@@ -94,10 +95,12 @@ class Channel:
             head = json.loads(self._read(size))
             op, fields = str(head["op"]), dict(head["fields"])
             specs = [(str(name), np.dtype(str(kind)), tuple(int(one) for one in shape)) for name, kind, shape in head["arrays"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, SyntaxError) as error:
+            # The last two: of lists in lists without end, and of a numpy type with an open bracket.
             raise FormatError(f"{self.peer} sent a header that cannot be read: {error}") from error
         sizes = [kind.itemsize * math.prod(shape) for _, kind, shape in specs]
-        if any(kind.kind not in _KINDS or min(shape, default=0) < 0 for _, kind, shape in specs) or sum(sizes) > MAX_ARRAYS_BYTES:
+        odd = any(kind.kind not in _KINDS or min(shape, default=0) < 0 or len(shape) > MAX_DIMENSIONS for _, kind, shape in specs)
+        if odd or sum(sizes) > MAX_ARRAYS_BYTES:
             raise FormatError(f"{self.peer} sent arrays of types or sizes that are not sent here")
         arrays = {
             name: np.frombuffer(self._read(size), kind).reshape(shape) for (name, kind, shape), size in zip(specs, sizes, strict=True)

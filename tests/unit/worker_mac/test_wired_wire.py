@@ -10,19 +10,21 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from stoa.contracts.errors import FormatError, GpuInterruptedError, RankLostError, WiredError
+from stoa.contracts.errors import FormatError, GpuInterruptedError, RankLostError, StoaError, WiredError
 from stoa.weights.pulse import Change
 from tests.servers import free_ports
 from tests.unit.worker_mac.policies import TINY, model_of, random_state
 from tests.unit.worker_mac.tasks import Dialogue, play
 from tests.unit.worker_mac.test_wired import castings, same
 from tests.unit.worker_mac.wired import QueueLink, fill, wired_set
+from worker_mac.cluster import lead as leading
 from worker_mac.cluster import rank as ranks
 from worker_mac.cluster.follow import Follower
 from worker_mac.cluster.lanes import Lane, Lanes
@@ -73,6 +75,42 @@ def test_nonsense_is_refused_before_memory_is_taken(data: bytes) -> None:
         here.receive()
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"[" * 200_000,
+        b'{"op": "x", "fields": {}, "arrays": [["a", "<f4", [Infinity]]]}',
+        b'{"op": "x", "fields": {}, "arrays": [["a", "(2,", [1]]]}',
+        json.dumps({"op": "x", "fields": {}, "arrays": [["a", "<f4", [1] * 100]]}).encode(),
+    ],
+)
+def test_no_header_is_worse_than_one_that_cannot_be_read(head: bytes) -> None:
+    here, _, there = pair()
+    sending = threading.Thread(target=there.sendall, args=(b"STW1" + len(head).to_bytes(4, "little") + head + b"\0" * 4,))
+    sending.start()
+    with pytest.raises(FormatError):
+        here.receive()
+    sending.join(20)
+
+
+def test_a_mac_that_lives_and_never_answers_ends_the_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "ORDER_SECONDS", 0.05)
+    lost: list[StoaError] = []
+    here, there, _ = pair()
+    there.start_beating()
+    others = Ranks([here], lost.append)
+    for order in (
+        lambda: others.all(Message("reset")),
+        lambda: others.digests(1, ("x",)),
+        lambda: leading.answer_of(Future(), others, 0.05),
+    ):
+        with pytest.raises(RankLostError, match="has not answered"):
+            order()
+    assert len(lost) == 1 and isinstance(lost[0], RankLostError)
+    there.close()
+    here.close()
+
+
 def test_a_peer_that_ends_or_is_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there, _ = pair()
     there.close()
@@ -118,6 +156,9 @@ def test_strangers_are_refused_and_a_mac_with_another_program_is_named(tmp_path:
     stranger = ranks._call_in(asked, "guessed", 1)
     with pytest.raises(RankLostError):
         stranger.receive()
+    with socket.create_connection(asked.control) as odd:  # a secret that is no text, before any secret is known
+        Channel(odd, "the set").send(Message("hello", {"secret": "\ud800", "rank": 1}))
+        assert odd.recv(1) == b""
     friend = ranks._call_in(asked, "secret", 1)
     waiting.join(20)
     channels, macs = found[0]
