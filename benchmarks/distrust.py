@@ -93,15 +93,27 @@ class _Asked:
     groups_a_sweep: int
     framed: str
     cheats: tuple[str, ...]
+    wait_seconds: float
+    takeover: bool
 
 
-def catch(store: Store | None = None, *, seed: int = 0, groups_a_sweep: int = 8, framed: str = "", cheats: Sequence[str] = ()) -> Caught:
+def catch(
+    store: Store | None = None,
+    *,
+    seed: int = 0,
+    groups_a_sweep: int = 8,
+    framed: str = "",
+    cheats: Sequence[str] = (),
+    wait_seconds: float = WAIT_SECONDS,
+    takeover: bool = False,
+) -> Caught:
     """Play and train until every cheat is suspected, at most MOST_SWEEPS sweeps; on `store`, or a bucket of its own.
 
     cheats: those that play, of CHEATS; none: all. framed: a Mac that is on trial from the first step on, whatever it does;
-    then play on until every trial has its verdict.
+    then play on until every trial has its verdict. wait_seconds: how long a step waits for groups. takeover: a new lease of
+    the trainer begins after the first sweep.
     """
-    asked = _Asked(seed, groups_a_sweep, framed, tuple(cheats) or tuple(CHEATS))
+    asked = _Asked(seed, groups_a_sweep, framed, tuple(cheats) or tuple(CHEATS), wait_seconds, takeover)
     if store is not None:
         return _catch(store, asked)
     with _own_bucket() as own:
@@ -140,7 +152,7 @@ class _Fleet:
         self._num_asked = self._num_sent = self._step = 0
         self._sweeps: dict[str, int] = {}
         self._reasons: dict[str, str] = {}
-        self._framed, self._cheats = asked.framed, asked.cheats
+        self._framed, self._cheats, self._wait, self._takeover = asked.framed, asked.cheats, asked.wait_seconds, asked.takeover
         self._on_trial = {asked.framed} if asked.framed else set[str]()
         self._failed: dict[str, str] = {}
         self._trusted: dict[str, int] = {}
@@ -163,7 +175,10 @@ class _Fleet:
             self._train(sweep + 1)
             if set(self._cheats) <= set(self._reasons) and not (self._framed and self._on_trial):
                 break
-            self._publish()
+            self._publish(checkpoint=self._takeover)
+            if self._takeover and not sweep:
+                self._token = self._trainer.acquire(AcquireRequest(RUN, 2), 1, self._quiet).token
+                self._past.append(self._state.copy())  # the same weights, as a version of the new lease
         honest = tuple(sorted(set(self._reasons) - set(CHEATS)))
         return Caught(self._sweeps, self._reasons, honest, self._num_sent, self._step, self._trusted, self._failed)
 
@@ -180,7 +195,7 @@ class _Fleet:
         before = -1
         while True:
             tried, shut_out = tuple(sorted(self._on_trial)), (*self._failed, *sorted(self._on_trial))
-            request = StepRequest(RUN, self._token, self._step + 1, WAIT_SECONDS, shut_out, on_trial=tried)
+            request = StepRequest(RUN, self._token, self._step + 1, self._wait, shut_out, on_trial=tried)
             result = self._trainer.train_step(request, self._quiet)
             for suspect in result.suspects:
                 self._reasons[suspect.host] = suspect.reason
@@ -200,8 +215,8 @@ class _Fleet:
             else:
                 before = result.num_missing
 
-    def _publish(self) -> None:
-        self._trainer.publish(PublishRequest(RUN, self._token, self._step, anchor=False, checkpoint=False, announce=True), self._quiet)
+    def _publish(self, *, checkpoint: bool) -> None:
+        self._trainer.publish(PublishRequest(RUN, self._token, self._step, anchor=False, checkpoint=checkpoint, announce=True), self._quiet)
         move_state(self._state, self._tensors(), self._config.publish.hysteresis)
         self._past.append(self._state.copy())
         head = read_head(self._store, RUN, self._public_key)[0]

@@ -15,7 +15,7 @@ from dataclasses import replace
 import structlog
 
 from stoa.bucket import keys
-from stoa.bucket.steps import Refused, write_step
+from stoa.bucket.steps import Canary, Refused, write_step
 from stoa.contracts import names
 from stoa.contracts.errors import (
     FencedError,
@@ -38,7 +38,7 @@ from stoa.contracts.messages import (
 )
 from stoa.contracts.ports import Progress
 from stoa.learning.advantages import is_constant
-from stoa.learning.fleet import Sample
+from stoa.learning.fleet import sample_of
 from stoa.weights.publisher import Prepared
 from trainer_gpu import host
 from trainer_gpu.crew import Build, Lead, alone
@@ -124,7 +124,7 @@ class TrainerEngine:
             self._check_step(lease, request.step - 1)
             self._check_flight(lease, progress)
             lease.intake.quarantine(request.quarantined, request.on_trial)
-            lease.trials.hold(request.on_trial, lease.intake.refused)
+            lease.hold_trials(request.on_trial, self._handle.store)
             progress.report("waiting for groups", version=lease.version, key=lease.step_manifest_key)
             taken = lease.intake.take(lease.version, progress, request.wait_seconds)
             if isinstance(taken, Starved):
@@ -209,6 +209,7 @@ class TrainerEngine:
             self._drop_lease()
             raise
         lease.intake.settle()
+        lease.canaries.clear()
         lease.fleet.note(manifest)
         lease.step = step
         lease.settled |= {*taken.keys, *(d.key for d in taken.dropped), *(r.key for r in taken.refused)}
@@ -240,7 +241,9 @@ class TrainerEngine:
             progress.report(f"comparing {len(told_apart)} canary groups", version=lease.version)
             mismatches = self._built(progress).compare([group for _, group in told_apart])
             for (key, group), mismatch in zip(told_apart, mismatches, strict=True):
-                lease.trials.saw(key, Sample(group.host, lease.version, lease.version - group.version, mismatch))
+                seen = Canary(key, lease.version, lease.distance_of(group.version), mismatch)
+                lease.canaries.append(seen)
+                lease.trials.saw(key, sample_of(*seen))
         for key, _ in came:
             lease.trials.saw(key, None)
         news = lease.trials.news(lease.fleet.newest, MAX_NEWS)
@@ -265,7 +268,7 @@ class TrainerEngine:
 
         def swap(prepared: Prepared) -> None:
             # Known before HEAD names it: a fast Mac's first groups must not come too early.
-            lease.versions.add(prepared.version, prepared.state_id)
+            lease.versions.add(prepared.version, prepared.state_id, step)
             lease.writer.swap(
                 lease.token,
                 version=prepared.version,

@@ -7,10 +7,11 @@ with its lease is `engine.py`'s.
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stoa.bucket.head import Head, HeadWriter, Reset
-from stoa.bucket.steps import Dropped, write_drop_note
+from stoa.bucket.steps import Canary, Dropped, lineage, write_drop_note
+from stoa.bucket.store import Store
 from stoa.contracts.errors import FencedError, ObjectMissingError, ReplayedError, ServiceUnavailableError, UsageError
 from stoa.contracts.messages import AcquireRequest, Published, StepResult
 from stoa.contracts.ports import Progress
@@ -63,6 +64,24 @@ class Lease:
     arrived_version: int = -1
     """Newest version that HEAD names of those this lease published, and the size of its delta."""
     arrived_delta_bytes: int = 0
+    canaries: list[Canary] = field(default_factory=list)
+    """Groups of Macs on trial that were compared, of which no step manifest tells yet."""
+    trials_recalled: bool = False
+
+    def distance_of(self, version: int) -> int:
+        """Optimizer steps between the weights of a version and the present ones; all of the run's if it is not known any more.
+
+        After a takeover that lost steps a version may be ahead of the weights.
+        """
+        return abs(self.step - (self.versions.step_of(version) or 0))
+
+    def hold_trials(self, hosts: Sequence[str], store: Store) -> None:
+        """These Macs are on trial from here on; a new lease first takes up what earlier ones saw of them."""
+        # What a new lease reads again of them came while they were on trial, and was told of by no step.
+        self.trials.hold(hosts, self.intake.refused if self.trials_recalled else ())
+        if hosts and not self.trials_recalled:
+            self.trials.recall(lineage(store, self.writer.read()[0]))
+        self.trials_recalled = True
 
 
 def identity_of(handle: RunHandle, policy: Policy) -> Identity:

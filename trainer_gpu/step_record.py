@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from stoa.bucket import keys
 from stoa.bucket.steps import STEP_FORMAT, HostCounts, StepManifest
 from stoa.config.run import Learning
 from trainer_gpu.intake import Taken
@@ -36,4 +37,6 @@ def manifest_of(
         facts,
         {taken.keys[number]: places for number, places in outcome.gated.items()},
         outcome.mismatches,
+        tuple(lease.distance_of(keys.parse_group(key).version) for key in taken.keys),
+        tuple(lease.canaries),
     )

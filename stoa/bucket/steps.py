@@ -58,6 +58,15 @@ class GroupMismatch(NamedTuple):
     """Mean of pi / mu: 1 in expectation for an honest sampler, however far the policy has moved."""
 
 
+class Canary(NamedTuple):
+    """A group that was admitted, compared with `version` newest, and not trained on because its host is on trial."""
+
+    key: str
+    version: int
+    distance: int
+    mismatch: GroupMismatch
+
+
 @dataclass(frozen=True, slots=True)
 class HostCounts:
     """What one host sent since the step before, and how far its numbers were from the trainer's."""
@@ -118,6 +127,10 @@ class StepManifest:
     """Of a few of the consumed groups, each episode's dropped tokens: their places among its sampled tokens, from 0."""
     mismatches: tuple[GroupMismatch, ...] = ()
     """Of each consumed group, in their order."""
+    distances: tuple[_Count, ...] = ()
+    """Optimizer steps between the weights that each consumed group was played with and those that it met."""
+    canaries: tuple[Canary, ...] = ()
+    """Groups of hosts on trial that were compared since the step before."""
 
 
 @dataclass(frozen=True, slots=True)

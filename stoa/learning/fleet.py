@@ -1,4 +1,4 @@
-"""Which Macs of a fleet are not like the others: their mismatch at equal lag, and what their groups were refused for.
+"""Which Macs of a fleet are not like the others: their mismatch at equal distance, and what their groups were refused for.
 
 Everything is worked out from step manifests, so that a trainer that takes a run over goes on where the last one ended.
 Whether a host is shut out is the run's decision; here one is only suspected, with the reason. Numpy only.
@@ -9,7 +9,7 @@ Legend: N groups, H hosts, M measures.
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import combinations, islice
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -40,6 +40,10 @@ STRIKE_GROUPS: Final = 32
 """Newest groups of a host that its strikes are counted in."""
 LEAST: Final = GroupMismatch(1e-3, 1e-4, 1e-2, 1e-2, 0.0)
 """Added to a measure before its logarithm is taken: below it differences are rounding."""
+DOUBT: Final = 0.25
+"""Share of what a measure is corrected by for distance that may be wrong: the policy does not move equally far with each step."""
+_USUAL_SLOPES: Final = (1.0, 2.0, 1.0, 1.5, 0.0)
+"""Powers of the distance that measures go by where the policy's drift is all there is; what may be wrong where nothing tells."""
 _CLIP: Final = 3.0
 _LEAST_SCALE: Final = (0.25, 0.25, 0.25, 0.25, 0.01)
 _NAMES: Final = ("mean |pi - mu|", "k3", "p99 of |pi - mu|", "share of tokens beyond 0.2 nat", "mean pi / mu")
@@ -54,11 +58,12 @@ class Suspicion:
 
 
 class Sample(NamedTuple):
-    """One group that was trained on with `version` newest, `lag` versions after it was played."""
+    """One group that was compared with `version` newest, `lag` versions and `distance` optimizer steps after those it was played with."""
 
     host: str
     version: int
     lag: int
+    distance: int
     mismatch: GroupMismatch
 
 
@@ -90,9 +95,8 @@ class FleetBook:
 
     def note(self, manifest: StepManifest) -> None:
         """Take a step into account. What a host did before it was shut out no longer counts."""
-        trained = zip((keys.parse_group(key) for key in manifest.consumed), manifest.mismatches, strict=False)
-        newest = manifest.version
-        self._samples.append(tuple(Sample(named.host, newest, newest - named.version, mismatch) for named, mismatch in trained))
+        trained = zip(manifest.consumed, manifest.distances, manifest.mismatches, strict=False)
+        self._samples.append(tuple(sample_of(key, manifest.version, distance, mismatch) for key, distance, mismatch in trained))
         for host, counts in manifest.hosts.items():
             _of(self._verdicts, host).extend([""] * min(counts.accepted, STRIKE_GROUPS))
         self._charge(manifest.refused, self._verdicts)
@@ -141,41 +145,91 @@ def _of(verdicts: dict[str, deque[str]], host: str) -> deque[str]:
     return verdicts.setdefault(host, deque(maxlen=STRIKE_GROUPS))
 
 
-def deviations(samples: Sequence[Sample], *, least_hosts: int = MIN_HOSTS) -> Mapping[str, Deviation]:
+def sample_of(key: str, version: int, distance: int, mismatch: GroupMismatch) -> Sample:
+    """Of the group under `key`, compared with `version` newest."""
+    named = keys.parse_group(key)
+    return Sample(named.host, version, version - named.version, distance, mismatch)
+
+
+def deviations(samples: Sequence[Sample], *, least_hosts: int = MIN_HOSTS, doubted: str = "") -> Mapping[str, Deviation]:
     """For each host that can be judged how its groups differ from all others' of equal version and lag.
 
-    Within a stratum (version, lag) of several hosts, a group's measures (logarithms, where they scale) are taken from
-    the stratum's median and divided by 1.4826 times the median absolute deviation, pooled over strata of one lag; then
-    clipped, so that no group counts more than `_CLIP`. A host's mean of these is compared with that of all other groups
-    by Welch's t, to whose variance that between the other hosts is added, also robustly. least_hosts: in a stratum, and
-    in all; where it is known which one is in doubt, two tell more than nothing.
+    The policy also moves between two versions, so a group's measures (logarithms, where they scale) are first corrected
+    for its distance, see `_slopes`. Within a stratum (version, lag) of several hosts they are taken from the stratum's
+    median and divided by 1.4826 times the median absolute deviation, pooled over strata of one lag; then clipped, so that
+    no group counts more than `_CLIP`. A host's mean of these is compared with that of all other groups by Welch's t, to
+    whose variance that between the other hosts is added, also robustly, and what the correction may be wrong by.
+    least_hosts: in a stratum, and in all; where it is known which one is in doubt, two tell more than nothing. doubted: that
+    one, whose groups say nothing of the correction.
     """
     strata = _strata(samples, least_hosts)
     if not strata:
         return {}
     residuals: list[NDArray[np.float64]] = []
+    doubts: list[NDArray[np.float64]] = []
     lags: list[NDArray[np.int64]] = []
     hosts: list[str] = []
+    slopes_M, doubts_M = _slopes([[row for row in rows if row.host != doubted] for rows in strata.values()])
     for (_, lag), rows in strata.items():
-        values_NM = np.array([_scaled(row.mismatch) for row in rows])
+        places_N = np.array([_place(row) for row in rows])
+        places_N1 = (places_N - np.median(places_N))[:, None]
+        values_NM = np.array([_scaled(row.mismatch) for row in rows]) - slopes_M * places_N1
         residuals.append(values_NM - np.median(values_NM, axis=0))
+        doubts.append(doubts_M * places_N1)
         lags.append(np.full(len(rows), lag))
         hosts += [row.host for row in rows]
-    residuals_NM, lags_N, hosts_N = np.concatenate(residuals), np.concatenate(lags), np.array(hosts)
+    residuals_NM, doubts_NM, lags_N = np.concatenate(residuals), np.concatenate(doubts), np.concatenate(lags)
     for lag in np.unique(lags_N):
         here = lags_N == lag
         scale_M = np.maximum(1.4826 * np.median(np.abs(residuals_NM[here]), axis=0), _LEAST_SCALE)
         residuals_NM[here] = np.clip(residuals_NM[here] / scale_M, -_CLIP, _CLIP)
-    return _compare(residuals_NM, hosts_N, least_hosts)
+        doubts_NM[here] /= scale_M
+    return _compare(residuals_NM, doubts_NM, np.array(hosts), least_hosts)
 
 
-def _compare(values_NM: NDArray[np.float64], hosts_N: NDArray[np.str_], least_hosts: int) -> dict[str, Deviation]:
+def _place(sample: Sample) -> float:
+    """Measures are near to a power of the distance, of which one step is within the rounding of int8."""
+    return float(np.log1p(sample.distance))
+
+
+def _slopes(strata: Iterable[Sequence[Sample]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """How fast each measure moves with `_place`, and how wrong that may be; f64 [M] each.
+
+    It is the weighted median of the slopes between any two steps of a stratum.
+
+    Each step of a stratum counts as the median of its groups, so that few hosts move it; weights are those of least squares.
+    """
+    slopes: list[NDArray[np.float64]] = []
+    weights: list[float] = []
+    for rows in strata:
+        steps: dict[float, list[list[float]]] = {}
+        for row in rows:
+            steps.setdefault(_place(row), []).append(_scaled(row.mismatch))
+        cells = [(place, np.median(np.array(found), axis=0), len(found)) for place, found in steps.items()]
+        for (one, low_M, num), (other, high_M, num_other) in combinations(cells, 2):
+            slopes.append((high_M - low_M) / (other - one))
+            weights.append(abs(other - one) * num * num_other / (num + num_other))
+    if not slopes:
+        return np.zeros(len(_NAMES)), np.array(_USUAL_SLOPES)
+    slopes_NM, weights_N = np.array(slopes), np.array(weights)
+    order_NM = np.argsort(slopes_NM, axis=0)
+    before_NM = np.cumsum(weights_N[order_NM], axis=0)
+    middle_M = (before_NM < weights_N.sum() / 2).sum(axis=0)
+    slopes_M = np.take_along_axis(slopes_NM, order_NM, axis=0)[middle_M, np.arange(len(_NAMES))]
+    return slopes_M, DOUBT * slopes_M
+
+
+def _compare(
+    values_NM: NDArray[np.float64], doubts_NM: NDArray[np.float64], hosts_N: NDArray[np.str_], least_hosts: int
+) -> dict[str, Deviation]:
     names, owner_N = np.unique(hosts_N, return_inverse=True)
     count_H = np.bincount(owner_N, minlength=len(names)).astype(np.float64)
     sum_HM = np.zeros((len(names), values_NM.shape[1]))
     square_HM = np.zeros_like(sum_HM)
     np.add.at(sum_HM, owner_N, values_NM)
     np.add.at(square_HM, owner_N, values_NM**2)
+    doubt_HM = np.zeros_like(sum_HM)
+    np.add.at(doubt_HM, owner_N, doubts_NM)
     mean_HM = sum_HM / count_H[:, None]
     found: dict[str, Deviation] = {}
     for place, name in enumerate(names):
@@ -189,7 +243,8 @@ def _compare(values_NM: NDArray[np.float64], hosts_N: NDArray[np.str_], least_ho
         # A few hosts' spread is itself uncertain: what sampling alone may well give does not count.
         between_M = np.maximum(spread_M**2 - 2.0 * variance_M * np.median(1.0 / count_H[others]), 0.0)
         effect_M = mean_HM[place] - theirs_M
-        sigmas_M = np.abs(effect_M) / np.sqrt(variance_M * (1.0 / num + 1.0 / num_others) + between_M)
+        doubt_M = doubt_HM[place] / num - doubt_HM[others].sum(0) / num_others
+        sigmas_M = np.abs(effect_M) / np.sqrt(variance_M * (1.0 / num + 1.0 / num_others) + between_M + doubt_M**2)
         # Better agreement than the others' is no fault; only the mean ratio may be off on both sides.
         sigmas_M[:-1][effect_M[:-1] < 0] = 0.0
         worst = int(sigmas_M.argmax())

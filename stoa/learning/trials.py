@@ -2,17 +2,22 @@
 
 Each of their sweeps is a canary: it looks like any other, its groups are admitted and rescored like all others', and end
 there. Enough clean ones, and the Mac is trusted again; a clear fault, and it is shut out for good, with a reason. Pure:
-who is suspected at all is `fleet.py`'s, and what follows from a verdict the run's. A trainer that starts anew begins
-trials anew.
+who is suspected at all is `fleet.py`'s, and what follows from a verdict the run's. A trainer that takes a run over goes on
+with its trials as step manifests tell of them.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import islice
+from typing import Final, Literal
 
 from stoa.bucket import keys
-from stoa.bucket.steps import Refused
-from stoa.learning.fleet import MAX_STRIKES, MIN_EFFECT, MIN_GROUPS, SIGMAS, Sample, deviations
+from stoa.bucket.steps import HostCounts, Refused, StepManifest
+from stoa.learning.fleet import MAX_STRIKES, MIN_EFFECT, MIN_GROUPS, SIGMAS, Sample, deviations, sample_of
+from stoa.rollouts.admit import Reason
+
+RECALLED_STEPS: Final = 256
+"""Steps that a trainer which takes a run over reads at most to go on with a trial."""
 
 Verdict = Literal["", "clean", "failed"]
 """Of a trial that goes on: ""."""
@@ -34,7 +39,8 @@ class _Trial:
     """Sweeps of which a group was admitted."""
     damned: dict[str, str] = field(default_factory=dict)
     """Key of a refused group -> why."""
-    samples: list[Sample] = field(default_factory=list)
+    samples: dict[str, Sample] = field(default_factory=dict)
+    """By the key of the group."""
     before: frozenset[str] = frozenset()
     """Keys of groups that were refused before the trial began."""
 
@@ -66,7 +72,34 @@ class Trials:
             return
         trial.came.add(keys.parse_group(key).sweep)
         if sample is not None:
-            trial.samples.append(sample)
+            trial.samples[key] = sample
+
+    def recall(self, manifests: Iterable[StepManifest]) -> None:
+        """Take up the trials of the hosts that are held where earlier leases left them; `manifests`: of the newest steps, newest first.
+
+        A trial is as long as its host is shut out without a break. What the first of its steps tells of as refused may be
+        from before it. At most RECALLED_STEPS are looked at, and none beyond the last trial's first.
+        """
+        since: dict[str, list[StepManifest]] = {host: [] for host in self._trials}
+        open_trials = set(since)
+        for manifest in islice(manifests, RECALLED_STEPS):
+            open_trials = {host for host in open_trials if manifest.hosts.get(host, HostCounts()).quarantined}
+            if not open_trials:
+                break
+            for host in open_trials:
+                since[host].append(manifest)
+        for host, found in since.items():
+            for manifest in found:
+                for seen in manifest.canaries:
+                    self._saw_of(host, seen.key, sample_of(*seen))
+                for one in manifest.refused:
+                    if one.reason == Reason.CANARY:
+                        self._saw_of(host, one.key, None)
+            self.charge(one for manifest in found[:-1] for one in manifest.refused if one.host == host)
+
+    def _saw_of(self, host: str, key: str, sample: Sample | None) -> None:
+        if keys.parse_group(key).host == host:
+            self.saw(key, sample)
 
     def charge(self, refused: Iterable[Refused]) -> None:
         """Take groups that were refused into account; one that is told again counts once."""
@@ -92,7 +125,7 @@ class Trials:
             reason = next(iter(trial.damned.values()))
             return Standing(host, trial.num_clean, "failed", f"{len(trial.damned)} canary groups refused, one as {reason}")
         # Alone beside those that are trusted: two that cheat alike must not vouch for each other.
-        far = deviations([*fleet, *trial.samples], least_hosts=2).get(host)
+        far = deviations([*fleet, *trial.samples.values()], least_hosts=2, doubted=host).get(host)
         if far is not None and far.sigmas > SIGMAS and abs(far.effect) > MIN_EFFECT:
             return Standing(host, trial.num_clean, "failed", f"in canary groups {far.measure} is {far.sigmas:.1f} sigma off")
         # Where nobody is left who is trusted, what was admitted has to do: else no run would come out of it.

@@ -52,8 +52,9 @@ def test_four_cheats_among_six_honest_macs_are_each_suspected_within_three_sweep
 
 
 def test_a_cheat_fails_its_trial_and_an_honest_mac_wrongly_on_trial_is_trusted_again(store: Store) -> None:
-    caught = catch(store, framed="honest-6", cheats=("edits",))
+    """Its trial goes on under a new lease of the trainer: three clean sweeps in all."""
+    caught = catch(store, framed="honest-6", cheats=("edits",), wait_seconds=1.0, takeover=True)
     assert set(caught.failed) == {"edits"}
     assert "sigma" in caught.failed["edits"]
-    assert set(caught.trusted_again) == {"honest-6"}
+    assert caught.trusted_again == {"honest-6": 3}
     assert caught.honest_suspected == ()

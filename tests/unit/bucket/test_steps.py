@@ -10,6 +10,7 @@ from stoa.bucket.head import HEAD_FORMAT, Head
 from stoa.bucket.manifest import canonical
 from stoa.bucket.steps import (
     STEP_FORMAT,
+    Canary,
     Dropped,
     GroupMismatch,
     HostCounts,
@@ -48,6 +49,8 @@ def manifest(step: int = 1, *, epoch: int = 1000, parent_key: str = "", **change
         "train_seconds": 1.0,
         "facts": {"gate_mode": "tv"},
         "mismatches": (GroupMismatch(0.01, 0.002, 0.07, 0.03, 1.004),),
+        "distances": (3,),
+        "canaries": (Canary(group(99), 1, 5, GroupMismatch(0.02, 0.003, 0.08, 0.04, 0.998)),),
     }
     return StepManifest(**{**settings, **changes})
 

@@ -9,7 +9,7 @@ from stoa.bucket import keys
 from stoa.bucket.head import HEAD_FORMAT, Head
 from stoa.bucket.steps import STEP_FORMAT, GroupMismatch, HostCounts, Refused, StepManifest, write_step
 from stoa.bucket.store import Store
-from stoa.learning.fleet import FleetBook, Sample, deviations
+from stoa.learning.fleet import SIGMAS, FleetBook, Sample, deviations
 
 DAMNING = {"wrong_reward"}
 HOSTS = [f"mac-{number}" for number in range(7)]
@@ -31,6 +31,7 @@ def manifest(
     fields: dict = {"format": STEP_FORMAT, "run": "toy", "epoch": 1001, "step": step + 1, "version": version, "parent_key": ""}
     fields |= {"consumed": tuple(taken), "dropped": (), "refused": tuple(refused), "hosts": hosts, "metrics": {}}
     fields |= {"started_at": 0.0, "wait_seconds": 0.0, "train_seconds": 0.0, "mismatches": tuple(one[2] for one in groups)}
+    fields |= {"distances": tuple(4 * lag + step % 4 for _, lag, _ in groups)}
     return StepManifest(**{**fields, **changes})
 
 
@@ -47,6 +48,56 @@ def test_a_fleet_of_honest_macs_is_above_suspicion_at_every_step(seed: int) -> N
     for step in range(24):
         book.note(manifest(step, [(HOSTS[i % 7], (i + step) % 3, mismatch(chance, 0.01 * (1 + (i + step) % 3))) for i in range(14)]))
         assert book.suspects() == ()
+
+
+def host_by_host(
+    book: FleetBook, step: int, chance: np.random.Generator, *, hosts: Sequence[str], cheat: str = "", **changes: float
+) -> None:
+    """A step of eight groups of one host, whose |pi - mu| grows in proportion to the steps since they were played."""
+    host, places = hosts[step % len(hosts)], [(lag, 4 * lag + step % 4) for lag in [0, 1] * 4]
+    own = changes if host == cheat else {}
+    book.note(manifest(step, [(host, lag, mismatch(chance, 0.002 * (1 + distance), **own)) for lag, distance in places]))
+
+
+@pytest.mark.parametrize("num_hosts", [4, 5, 7])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_fleet_shipped_host_by_host_is_above_suspicion_at_every_step(seed: int, num_hosts: int) -> None:
+    """Of four each is always at the same place of a version."""
+    chance = np.random.default_rng(seed)
+    book = FleetBook(DAMNING)
+    for step in range(32):
+        host_by_host(book, step, chance, hosts=HOSTS[:num_hosts])
+        assert book.suspects() == ()
+    assert set(deviations(book.newest)) == set(HOSTS[:num_hosts]), "all are judged"
+
+
+@pytest.mark.parametrize("changes", [{"factor": 6.0}, {"ratio": 0.85}])
+@pytest.mark.parametrize("cheat", HOSTS[:4])
+def test_whoever_is_off_is_suspected_in_a_fleet_shipped_host_by_host(cheat: str, changes: dict[str, float]) -> None:
+    chance = np.random.default_rng(1)
+    book = FleetBook(DAMNING)
+    for step in range(14):
+        host_by_host(book, step, chance, hosts=HOSTS, cheat=cheat, **changes)
+    assert [one.host for one in book.suspects()] == [cheat]
+
+
+def test_a_mac_whose_groups_come_last_of_every_version_is_above_suspicion() -> None:
+    chance = np.random.default_rng(1)
+    book = FleetBook(DAMNING)
+    for step in range(24):
+        hosts = [HOSTS[6]] * 8 if step % 4 == 3 else [HOSTS[i % 6] for i in range(8)]
+        book.note(manifest(step, [(host, 0, mismatch(chance, 0.002 * (1 + step % 4))) for host in hosts]))
+        assert book.suspects() == ()
+    far = deviations([sample._replace(distance=0) for sample in book.newest])
+    assert far[HOSTS[6]].sigmas > SIGMAS, "its groups differ more, by as much as the policy has moved"
+
+
+def test_measures_are_corrected_for_distance_by_a_power_of_it() -> None:
+    """By hand: |pi - mu| = 0.02 (1 + d)^2 of six hosts, each always at one distance."""
+    rows = [Sample(f"h{n % 6}", 3, 0, n % 6, GroupMismatch(0.02 * (1 + n % 6) ** 2, 0.0, 0.0, 0.0, 1.0)) for n in range(48)]
+    found = deviations(rows)
+    assert max(one.sigmas for one in found.values()) < 0.5
+    assert deviations([row._replace(distance=0) for row in rows])["h5"].effect > 1.0
 
 
 @pytest.mark.parametrize(("changes", "words"), [({"factor": 6.0}, ""), ({"ratio": 0.9}, "pi / mu"), ({"ratio": 1.15}, "pi / mu")])
@@ -100,7 +151,7 @@ def test_deviation_is_in_units_of_one_groups_spread() -> None:
         for number in range(12):
             mean = 0.1 * (1.5 if number % 2 else 1 / 1.5)
             far = GroupMismatch(mean if host else 10.0, 0.0, 0.0, 0.0, 1.0)
-            rows.append(Sample(f"h{host}", 3, 0, far))
+            rows.append(Sample(f"h{host}", 3, 0, 2, far))
     found = deviations(rows)
     assert found["h0"].measure == "mean |pi - mu|"
     assert found["h0"].effect == pytest.approx(3.0, abs=0.4)

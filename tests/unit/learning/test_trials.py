@@ -1,18 +1,20 @@
 """Macs on trial: honest ones are trusted again after enough clean sweeps, whoever cheats is out, and nobody else decides it."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from stoa.bucket import keys
-from stoa.bucket.steps import Refused
+from stoa.bucket.steps import Canary, HostCounts, Refused, StepManifest
 from stoa.learning.fleet import MIN_GROUPS, Sample
 from stoa.learning.trials import Standing, Trials
-from tests.unit.learning.test_fleet import HOSTS, mismatch
+from tests.unit.learning.test_fleet import HOSTS, manifest, mismatch
 
 
 def fleet(chance: np.random.Generator, num: int = 56) -> list[Sample]:
     """The newest groups of seven Macs that are trusted, at lags 0 and 1."""
-    return [Sample(HOSTS[i % 7], 9, i // 7 % 2, mismatch(chance, 0.01 * (1 + i // 7 % 2))) for i in range(num)]
+    return [Sample(HOSTS[i % 7], 9, lag := i // 7 % 2, 4 * lag + i % 4, mismatch(chance, 0.01 * (1 + lag))) for i in range(num)]
 
 
 def key(host: str, sweep: int, slot: int) -> str:
@@ -21,7 +23,9 @@ def key(host: str, sweep: int, slot: int) -> str:
 
 def played(trials: Trials, host: str, sweep: int, chance: np.random.Generator, num: int = 4, **changes: float) -> None:
     for slot in range(num):
-        trials.saw(key(host, sweep, slot), Sample(host, 9, slot % 2, mismatch(chance, 0.01 * (1 + slot % 2), **changes)))
+        trials.saw(
+            key(host, sweep, slot), Sample(host, 9, slot % 2, 4 * (slot % 2) + 1, mismatch(chance, 0.01 * (1 + slot % 2), **changes))
+        )
 
 
 def test_an_honest_mac_is_trusted_again_after_its_clean_sweeps_and_not_before() -> None:
@@ -87,7 +91,7 @@ def test_what_a_mac_did_before_its_trial_is_not_held_against_it() -> None:
     chance = np.random.default_rng(7)
     trials = Trials(2, {"wrong_reward"})
     before = [Refused(key("tried", 0, slot), "tried", "wrong_reward") for slot in range(5)]
-    cheated = [Sample("tried", 9, slot % 2, mismatch(chance, 0.01, factor=6.0)) for slot in range(8)]
+    cheated = [Sample("tried", 9, slot % 2, 2, mismatch(chance, 0.01, factor=6.0)) for slot in range(8)]
     for sweep in (1, 2):
         trials.hold(["tried"], before)
         trials.charge(before)
@@ -123,3 +127,67 @@ def test_more_news_than_fit_come_later_with_verdicts_first() -> None:
     assert [one.host for one in trials.news([], 3)] == ["mac-4", "mac-0", "mac-1"]
     trials.hold(hosts[:4])
     assert [one.host for one in trials.news([], 3)] == ["mac-2", "mac-3"]
+
+
+def on_trial(step: int, sweep: int, chance: np.random.Generator, *, lies: int = 0, **changes: float) -> StepManifest:
+    """A step that tells of four canary groups of "tried", the first two compared, and `lies` refused ones."""
+    own = [key("tried", sweep, slot) for slot in range(4)]
+    refused = [
+        *(Refused(one, "tried", "canary") for one in own),
+        *(Refused(key("tried", sweep, 9 + n), "tried", "wrong_reward") for n in range(lies)),
+    ]
+    seen = tuple(Canary(one, 9, 5, mismatch(chance, 0.02, **changes)) for one in own[:2])
+    return manifest(step, [], refused=refused, canaries=seen, hosts={"tried": HostCounts(quarantined=True)})
+
+
+def recalled(manifests: list[StepManifest], num_sweeps: int = 3) -> Trials:
+    trials = Trials(num_sweeps, {"wrong_reward"})
+    trials.hold(["tried"])
+    trials.recall(reversed(manifests))
+    return trials
+
+
+def test_trainer_that_takes_over_goes_on_with_a_trial_where_it_was() -> None:
+    chance = np.random.default_rng(8)
+    before = [manifest(0, []), *(on_trial(1 + sweep, sweep, chance) for sweep in range(2))]
+    trials, others = recalled(before), fleet(chance)
+    assert trials.news(others) == (Standing("tried", 2),)
+    for slot in range(4):
+        trials.saw(key("tried", 1, slot), None)  # what no step told of yet is read again
+    assert trials.news(others) == (), "and counts once"
+    played(trials, "tried", 2, chance)
+    assert trials.news(others) == (Standing("tried", 3, "clean"),), "the groups that were compared before count, too"
+
+
+def test_only_the_trial_that_goes_on_is_recalled() -> None:
+    chance = np.random.default_rng(9)
+    ended = [on_trial(0, 0, chance, factor=9.0), on_trial(1, 1, chance, lies=3), manifest(2, [], hosts={"tried": HostCounts(accepted=4)})]
+    trials = recalled([*ended, on_trial(3, 5, chance, lies=3), on_trial(4, 6, chance, lies=2)])
+    assert trials.news(fleet(chance)) == (Standing("tried", 1),), "what its first step tells of as refused is from before it"
+
+
+def test_a_cheat_does_not_outlive_its_trial_by_a_takeover() -> None:
+    chance = np.random.default_rng(10)
+    steps = [on_trial(step, step, chance, lies=int(step in (1, 2))) for step in range(3)]
+    assert recalled(steps).news([]) == (Standing("tried", 1),)
+    trials = recalled(steps)
+    trials.charge([Refused(key("tried", 3, 0), "tried", "wrong_reward")])
+    (news,) = trials.news([])
+    assert (news.verdict, news.num_clean) == ("failed", 1)
+    far = recalled([on_trial(step, step, chance, factor=9.0) for step in range(4)])
+    (news,) = far.news(fleet(chance))
+    assert news.verdict == "failed"
+
+
+def test_recalling_ends_where_no_trial_goes_on_further_back() -> None:
+    read: list[int] = []
+
+    def steps() -> Iterator[StepManifest]:
+        for step in (9, 8, 7, 6, 5):
+            read.append(step)
+            yield on_trial(step, step, np.random.default_rng(step)) if step > 7 else manifest(step, [])
+
+    trials = Trials(3, set())
+    trials.hold(["tried"])
+    trials.recall(steps())
+    assert read == [9, 8, 7]

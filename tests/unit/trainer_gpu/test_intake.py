@@ -60,7 +60,7 @@ def _made(
     config = config_of(store, groups_per_step=2, max_staleness_hard=2, starved_seconds=4.0, intake_poll_seconds=0.05)
     versions = KnownVersions(store, "test", "", window=2)
     for version in (3, 4, 5):
-        versions.add(version, f"state-{version}")
+        versions.add(version, f"state-{version}", 4 * version)
     rules = rules_of(config, search(), vocab_size(), versions.state_of, granted)
     referee = referee or Referee(search())
     made = Intake(store, rules, referee, versions, config.learning, settled=settled, note=lambda found: noted.extend(found))
