@@ -3,15 +3,20 @@
 import asyncio
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from temporalio.client import Client, WorkflowFailureError, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
+from temporalio.testing import ActivityEnvironment
 
 from activities.connection import make_worker
+from activities.fleet import FleetActivities
 from stoa.contracts import names
 from stoa.contracts.evaluation_messages import EvaluationInput, EvaluationResult
 from stoa.contracts.fleet_messages import (
+    AdmitRequest,
+    Admitted,
     Census,
     FleetEvent,
     FleetPage,
@@ -35,6 +40,7 @@ from stoa.contracts.messages import (
     VersionsPage,
     VersionsQuery,
 )
+from tests.workflows.folder import Folder, FolderGranter, FolderKeeper
 from tests.workflows.test_mac_session import given, only, session, stop
 from tests.workflows.test_mac_session import until as until_session
 from tests.workflows.test_run_workflow import rules, running, until
@@ -51,6 +57,14 @@ class Env:
     """What the stand-in harness needs of an environment."""
 
     client: Client
+
+
+async def _admit(client: Client, root: Path, run: str, *hosts: str) -> list[Admitted]:
+    """What the activity answers these Macs, asked together."""
+    folder = Folder(root)
+    fleet = FleetActivities(client, client, FolderGranter(folder), FolderKeeper(folder))
+    asks = (ActivityEnvironment().run(fleet.admit_mac, AdmitRequest(run, host, "0.3.0", "n")) for host in hosts)
+    return list(await asyncio.gather(*asks))
 
 
 async def test_wall_clock_ends_a_step_that_waits_for_groups(client: Client) -> None:
@@ -133,7 +147,7 @@ async def num_runs(client: Client, workflow_id: str) -> int:
     return found
 
 
-async def test_run_refuses_what_changes_nothing_and_shows_its_versions(client: Client) -> None:
+async def test_run_refuses_what_changes_nothing_and_shows_its_versions(client: Client, tmp_path: Path) -> None:
     world = World(client, hosts=("mac-1", "mac-2"), step_gate=asyncio.Event())
     async with running(Env(client), rules(stop=StopConditions(max_steps=12)), world) as handle:
         await until(handle, lambda s: "step 1" in s.waiting_for)
@@ -158,6 +172,9 @@ async def test_run_refuses_what_changes_nothing_and_shows_its_versions(client: C
         assert (await handle.execute_update(names.QUARANTINE, MacAsk("mac-1", "lies"), result_type=RunStatus)).num_quarantined == 1
         standings = await handle.query(names.STANDINGS_QUERY, StandingsQuery(("mac-1", "mac-2")), result_type=Standings)
         assert [(one.host, one.state, one.reason) for one in standings.not_free] == [("mac-1", "quarantined", "lies")]
+        admitted = await _admit(client, tmp_path, handle.id.removeprefix("run-"), "mac-1", "mac-2")
+        assert admitted == [Admitted(ok=False, reason="lies", standing="quarantined"), Admitted(reason="", standing="free")]
+        assert await _admit(client, tmp_path, "no-such-run", "mac-1") == [Admitted()], "nobody to ask: the trainer looks at all it sends"
         world.step_gate.set()
         result = await handle.result()
         page = await handle.query(names.VERSIONS_QUERY, VersionsQuery(limit=2), result_type=VersionsPage)

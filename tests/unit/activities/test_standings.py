@@ -59,6 +59,30 @@ async def test_a_question_holds_no_more_than_one_message():
     assert len(run.asked) == 8
 
 
+async def test_who_comes_while_a_full_question_is_asked_joins_the_one_that_waits():
+    asked, turns = list[int](), asyncio.Semaphore(0)
+
+    async def ask(hosts: tuple[str, ...]) -> Standings:
+        asked.append(len(hosts))
+        await turns.acquire()
+        return Standings()
+
+    desk = Desk("demo", ask)
+    first = asyncio.create_task(desk.standing("first"))
+    await _begun(first)
+    many = [asyncio.create_task(desk.standing(f"mac-{number:03d}")) for number in range(MAX_ASKED + 1)]
+    await _begun(*many)
+    turns.release()
+    await first
+    await _begun(*many)
+    late = asyncio.create_task(desk.standing("late"))
+    await _begun(late)
+    for _ in range(3):
+        turns.release()
+    await asyncio.gather(*many, late)
+    assert asked == [1, MAX_ASKED, 2]
+
+
 async def test_an_error_reaches_all_who_asked_and_nobody_later():
     run = Run()
     desk = Desk("demo", run.ask)

@@ -406,6 +406,8 @@ def test_lease_is_numbered_above_the_one_in_head_and_asked_for_again_after_a_fen
     assert plan.next_for_trainer(state, RULES, 0.0) == plan.FindLease()
     state = apply(LeaseFound(7002), state, RULES, 0.0)
     assert plan.next_for_trainer(state, RULES, 0.0) == plan.Acquire(8)
+    # A HEAD without a lease, or an older one, does not take a number back that was asked for.
+    assert plan.next_for_trainer(apply(LeaseFound(0), replace(state, lease_unknown=True), RULES, 0.0), RULES, 0.0) == plan.Acquire(8)
 
 
 def test_asked_evaluation_is_opened_with_the_runs_numbers_and_holds_its_end_up() -> None:
