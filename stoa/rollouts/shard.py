@@ -229,6 +229,11 @@ def _tensors(group: Group) -> _Tensors:
     episodes = group.episodes
     if not episodes:
         raise FormatError("group: no episodes")
+    for e in episodes:
+        # Each by itself: what one has too many and the next too few would move to the other unseen.
+        num_sampled = int(np.count_nonzero(e.mask))
+        if len(e.mask) != len(e.ids) or len(e.logprobs) != num_sampled or (e.routing is not None and len(e.routing) != len(e.ids)):
+            raise FormatError(f"group: an episode of {len(e.ids)} tokens has {len(e.logprobs)} logprobs for {num_sampled} sampled ones")
     spans = [(i, t.start, t.end, int(t.stopped)) for i, e in enumerate(episodes) for t in e.turns]
     tensors: _Tensors = {
         "ids": np.concatenate([e.ids for e in episodes]),

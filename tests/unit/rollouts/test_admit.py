@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stoa.contracts.errors import GroupRefusedError, InfrastructureFaultError
+from stoa.contracts.errors import FormatError, GroupRefusedError, InfrastructureFaultError
 from stoa.rollouts.admit import DuplicateIndex, Reason, Rules, admit
 from stoa.rollouts.records import Episode, Fingerprint, Group, Turn
 from stoa.rollouts.shard import encode_group
@@ -179,6 +179,37 @@ def test_too_few_or_too_many_episodes_are_refused():
 def test_a_version_that_is_not_known_is_refused_before_anything_is_decoded():
     rules = toy.rules(known={}.get)
     assert reason_of(lambda: judge(HONEST, rules=rules, data=b"never read")) == Reason.UNKNOWN_VERSION
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.booleans())
+def test_of_a_run_resumed_at_a_version_no_group_of_a_later_one_is_admitted(resumed_at, played_at, same_weights):
+    """Objects of a trainer that died after HEAD's version are there still; they say a version that HEAD does not lead to."""
+    own = toy.rules().known(HONEST.version)
+    known = dict.fromkeys(range(resumed_at + 1), own)
+    left = dataclasses.replace(HONEST, version=played_at, state_id=own if same_weights else "e" * 64)
+    rules = dataclasses.replace(toy.rules(), known=known.get)
+    if played_at > resumed_at:
+        assert reason_of(lambda: judge(left, rules=rules)) == Reason.UNKNOWN_VERSION
+    elif same_weights:
+        assert judge(left, rules=rules).version == played_at
+    else:
+        assert reason_of(lambda: judge(left, rules=rules)) == Reason.WRONG_STATE
+
+
+@given(st.lists(st.integers(-2, 2), min_size=len(HONEST.episodes), max_size=len(HONEST.episodes)))
+@example([1, -1, *[0] * (len(HONEST.episodes) - 2)])
+def test_each_sampled_token_has_one_logprob_also_where_the_sums_agree(excess):
+    """What one episode has too many and the next too few would otherwise be another token's logprob."""
+    lengths = [max(0, len(one.logprobs) + more) for one, more in zip(HONEST.episodes, excess, strict=True)]
+    episodes = tuple(
+        dataclasses.replace(one, logprobs=np.resize(one.logprobs, length)) for one, length in zip(HONEST.episodes, lengths, strict=True)
+    )
+    changed = dataclasses.replace(HONEST, episodes=episodes)
+    if lengths == [len(one.logprobs) for one in HONEST.episodes]:
+        assert judge(changed).episodes[1].logprobs.tolist() == HONEST.episodes[1].logprobs.tolist()
+        return
+    with pytest.raises(FormatError):
+        encode_group(changed)
 
 
 def test_bytes_that_are_no_group_are_refused():

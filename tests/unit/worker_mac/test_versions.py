@@ -7,6 +7,8 @@ import pytest
 
 from stoa.bucket.store import Store
 from stoa.contracts.errors import ObjectMissingError, WrongStateError
+from stoa.weights.state import WeightState
+from stoa.weights.sync import Puller, Staged
 from tests.unit.worker_mac.policies import TINY
 from tests.unit.worker_mac.publishing import Publishing
 from worker_mac.versions import Versions
@@ -73,6 +75,28 @@ def test_bit_that_flips_in_memory_is_in_the_verdict_and_the_weights_are_built_an
     assert right.live.state.state_id() == state_id
     assert {name: array.__array_interface__["data"] for name, array in right.live.state.arrays.items()} == memory
     assert right.model is first.model
+
+
+class Forgetful(Puller):
+    """Applies an update to weights of its own, which nobody samples from."""
+
+    def apply(self, staged: Staged, state: WeightState) -> None:
+        super().apply(staged, state.copy())
+
+
+def test_a_swap_that_forgets_the_engine_is_in_the_verdict_of_the_weights_that_are_sampled_from(publishing: Publishing, versions: Versions):
+    """The digest is of the engine's own memory, after the swap: nothing sampled with the old weights is shipped as the new."""
+    old_id = publishing.publish()
+    first = newest(versions)
+    versions._puller = Forgetful(publishing.store, publishing.document, versions._puller._folder)
+    new_id = publishing.publish()
+    forgotten = newest(versions)
+    assert forgotten.state_id == new_id and forgotten.live.state.state_id() == old_id
+    with pytest.raises(WrongStateError):
+        forgotten.await_verdict()
+    versions.distrust()
+    right = newest(versions)
+    assert right.verdict is None and right.live.state.state_id() == new_id and right.model is first.model
 
 
 def test_update_by_way_of_an_anchor_needs_no_second_copy(publishing: Publishing, versions: Versions):
