@@ -56,6 +56,20 @@ WAITS: Final = ("room", "turn", "version", "run")
 
 
 @dataclass(frozen=True, slots=True)
+class Absent:
+    """Rates an hour and mean seconds of a Mac's absences, for sweeps of 12 s."""
+
+    sleeps_per_hour: float = 12.0
+    sleep_seconds: float = 15.0
+    leaves_per_hour: float = 6.0
+    leave_seconds: float = 15.0
+
+    def stretched(self, times: float) -> "Absent":
+        """So many times rarer and longer, as the sweeps are."""
+        return Absent(self.sleeps_per_hour / times, self.sleep_seconds * times, self.leaves_per_hour / times, self.leave_seconds * times)
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """The size and pace of a run."""
 
@@ -79,22 +93,14 @@ class Options:
         return max(1, round(self.macs * self.groups * 128 / 112 / 4 / STEPS_PER_VERSION))
 
     @property
+    def absent(self) -> Absent:
+        """How Macs come and go."""
+        return Absent().stretched(self.sweep_seconds / 12.0)
+
+    @property
     def flat_fraction(self) -> float:
         """Share of groups whose episodes are all right or all wrong."""
         return 2 * P_RIGHT**self.group_size
-
-
-@dataclass(frozen=True, slots=True)
-class Absent:
-    """Rates an hour and mean seconds of a Mac's absences, compressed as its sweeps are."""
-
-    sleeps_per_hour: float = 12.0
-    sleep_seconds: float = 15.0
-    leaves_per_hour: float = 6.0
-    leave_seconds: float = 15.0
-
-
-ABSENT: Final = Absent()
 
 
 def draw_members(options: Options) -> list[dict[str, Any]]:
@@ -105,7 +111,7 @@ def draw_members(options: Options) -> list[dict[str, Any]]:
         factor = min(20 / 12, max(5 / 12, chance.lognormvariate(0.0, 0.35)))
         line = chance.lognormvariate(0.0, 0.5)
         play = Play(options.sweep_seconds * factor, jitter=0.1, p_right=P_RIGHT)
-        absent = asdict(ABSENT) if index >= NUM_VICTIMS else {}
+        absent = asdict(options.absent) if index >= NUM_VICTIMS else {}
         rates = {"down_rate": 200e3 * line, "up_rate": 40e3 * line, "round_trip_seconds": 0.05}
         members.append({"host": f"mac-{index + 1:04d}", "play": asdict(play), **(rates if index >= NUM_VICTIMS else {}), **absent})
     return members
@@ -118,11 +124,13 @@ def mac_of(member: dict[str, Any]) -> Mac:
     )
 
 
-def cast_of(members: Sequence[dict[str, Any]], rules: Rules) -> Cast:
+def cast_of(members: Sequence[dict[str, Any]], rules: Rules, absent: Absent) -> Cast:
     """The fleet as the simulation wants it: Macs in processes of their own never go, so the others' rates are spread over all."""
     share = 1.0 - NUM_VICTIMS / max(1, len(members))
-    absent = Absences(ABSENT.sleeps_per_hour * share, ABSENT.sleep_seconds, 0.0, 1.0, ABSENT.leaves_per_hour * share, ABSENT.leave_seconds)
-    return Cast(tuple(map(mac_of, members)), absent, rules)
+    absences = Absences(
+        absent.sleeps_per_hour * share, absent.sleep_seconds, 0.0, 1.0, absent.leaves_per_hour * share, absent.leave_seconds
+    )
+    return Cast(tuple(map(mac_of, members)), absences, rules)
 
 
 class Run:
@@ -195,7 +203,8 @@ class Run:
     def _usable_rate(self) -> float:
         """What Macs can bring a second that are there, wait for nothing and are as slow as this machine makes them."""
         options, facts = self._options, self.facts
-        absent = ABSENT.sleeps_per_hour * ABSENT.sleep_seconds + ABSENT.leaves_per_hour * ABSENT.leave_seconds
+        how = options.absent
+        absent = how.sleeps_per_hour * how.sleep_seconds + how.leaves_per_hour * how.leave_seconds
         rate = 0.0
         for index, member in enumerate(self.members):
             present = 1.0 if index < NUM_VICTIMS else 3600.0 / (3600.0 + absent)
@@ -318,7 +327,7 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
     hungry = trained(window_steps(record_of(plant), hungry_from, hungry_to), max(1.0, hungry_to - hungry_from))
     cost = control_cost(before, after, macs["sweeps"], run.hosts)
     rules = rules_of(plant.config, options.flat_fraction)
-    cast = cast_of(run.members, rules)
+    cast = cast_of(run.members, rules, options.absent)
     paces = [replace(facts, step_seconds=one["step_seconds"]) for one in (steady, hungry)]
     predicted = [forecast(cast, pace) for pace in paces]
     return {
@@ -349,7 +358,7 @@ async def measure(options: Options, plant: Plant) -> dict[str, Any]:
         "rules": asdict(rules),
         "extrapolated_1000": extrapolated(1000, cost),
         "extrapolated_10000": extrapolated(10_000, cost),
-        "conditions": {**asdict(options), "absences": asdict(ABSENT), "groups_per_step": options.groups_per_step, "load": load},
+        "conditions": {**asdict(options), "absences": asdict(options.absent), "groups_per_step": options.groups_per_step, "load": load},
     }
 
 
@@ -397,7 +406,11 @@ def main() -> None:
         "rollout": {"groups": options.groups, "group_size": options.group_size},
         "learning": {"groups_per_step": options.groups_per_step, "steps_per_version": STEPS_PER_VERSION, "starved_seconds": 120.0},
         "publish": {"checkpoint_every_versions": CHECKPOINT_EVERY, "anchor_every_versions": 20},
-        "timeouts": {"heartbeat_seconds": options.heartbeat_seconds, "head_poll_seconds": asked.head_poll_seconds, "sweep_seconds": 300.0},
+        "timeouts": {
+            "heartbeat_seconds": options.heartbeat_seconds,
+            "head_poll_seconds": asked.head_poll_seconds,
+            "sweep_seconds": max(300.0, 4 * options.sweep_seconds),
+        },
     }
     with scratch(asked.keep) as folder, Plant(folder, tables) as plant:
         found = asyncio.run(measure(options, plant))

@@ -26,7 +26,7 @@ def recording(name: str) -> dict[str, Any]:
 def foretold(found: dict[str, Any], window: str) -> dict[str, Any]:
     options = Options(**{one.name: found["conditions"][one.name] for one in fields(Options)})
     facts = Facts(**found["facts_given_to_the_simulation"])
-    cast = cast_of(draw_members(options), Rules(**found["rules"]))
+    cast = cast_of(draw_members(options), Rules(**found["rules"]), options.absent)
     return forecast(cast, replace(facts, step_seconds=found[window]["measured"]["step_seconds"]), 1.0, (0, 1))
 
 
