@@ -98,7 +98,7 @@ class Control:
             before = self.result(start.run)
         except (ServiceError, RunMissingError):
             return start
-        return replace(start, gpu_hours=before.gpu_hours, quarantined=before.quarantined)
+        return replace(start, gpu_hours=before.gpu_hours, quarantined=before.quarantined, on_trial=before.on_trial)
 
     def fleet(self, run: str) -> tuple[FleetMember, ...]:
         """Members of the run's fleet that are listed, all pages."""

@@ -137,7 +137,8 @@ class RunWorkflow:
             raise ApplicationError(state.reason, type=state.failure_type, non_retryable=True)
         reason = plan.end_reason(state, self._rules, self._clock.now())
         hours = round(costs.gpu_hours(state, self._clock.now()), 4)
-        return RunResult(self._rules.run, reason, state.step, max(state.version, 0), state.results, hours, fleet.quarantined(state))
+        shut, tried = fleet.quarantined(state), fleet.on_trial(state)
+        return RunResult(self._rules.run, reason, state.step, max(state.version, 0), state.results, hours, shut, tried)
 
     def _start_lanes(self) -> None:
         now = self._clock.now()

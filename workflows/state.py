@@ -251,7 +251,8 @@ def first_run_progress(given: RunInput, now: float) -> RunProgress:
     """The carried memory, or a new run's at time `now`, with what a resumed one brings from before."""
     if given.carried:
         return _load(given.carried, RunProgress)
-    banned = tuple(Banned(host, "quarantined", "since before the run was resumed") for host in given.quarantined)
+    tried = given.on_trial if given.canary_sweeps else ()
+    banned = tuple(Banned(host, "quarantined", "since before the run was resumed", host in tried) for host in given.quarantined)
     return RunProgress(started_at=now, gpu_seconds=given.gpu_hours * 3600.0, banned=banned)
 
 

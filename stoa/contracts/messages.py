@@ -65,6 +65,8 @@ class RunInput:
     """Hosts that were quarantined before the run was resumed."""
     canary_sweeps: int = 0
     """Clean sweeps after which a Mac that the trainer suspects is trusted again, unknowing; 0: it is told and stops."""
+    on_trial: tuple[str, ...] = ()
+    """Of the quarantined, those that did not know it; with canary_sweeps they go on not knowing it."""
 
 
 @dataclass(frozen=True)
@@ -351,3 +353,5 @@ class RunResult:
     evaluations: tuple[EvaluationResult, ...] = field(default=())
     gpu_hours: float = 0.0
     quarantined: tuple[str, ...] = ()
+    on_trial: tuple[str, ...] = ()
+    """Of the quarantined, those that do not know it."""

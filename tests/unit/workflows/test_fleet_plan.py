@@ -151,6 +151,15 @@ def test_suspect_plays_on_unknowing_until_its_canaries_are_clean() -> None:
     assert (fleet.quarantined(state), fleet.on_trial(state), state.banned, state.untold) == ((), (), (), ())
 
 
+def test_suspect_plays_on_unknowing_when_the_run_is_resumed() -> None:
+    rules = replace(CANARIES, quarantined=("mac-1", "mac-2"), on_trial=("mac-1",))
+    state = first_run_progress(rules, 0.0)
+    assert (fleet.quarantined(state), fleet.on_trial(state), state.untold) == (("mac-1", "mac-2"), ("mac-1",), ())
+    assert [fleet.standing_of(state, "demo", host).state for host in ("mac-1", "mac-2")] == ["free", "quarantined"]
+    told = first_run_progress(replace(rules, canary_sweeps=0), 0.0)
+    assert (fleet.quarantined(told), fleet.on_trial(told)) == (("mac-1", "mac-2"), ())
+
+
 def test_suspect_whose_canaries_show_a_fault_is_told_and_stays_out() -> None:
     state = apply(StepResult("done", 9, suspects=(Suspect("mac-1", "mismatch"),)), at(8), CANARIES, 0.0)
     failed = StepResult("done", 10, canaries=(CanaryNews("mac-1", 0, "failed", "3 canary groups refused"),))
