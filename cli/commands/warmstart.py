@@ -14,6 +14,8 @@ from cli.say import Exit
 if TYPE_CHECKING:
     from worker_mac.warmstart.settings import Settings
 
+_MOST_GB = 1e6
+
 
 @dataclass(frozen=True)
 class Lesson:
@@ -65,10 +67,14 @@ def warmstart(
     from importlib.util import find_spec
 
     from cli.warmstart import Hosts, run
-    from stoa.contracts.errors import MissingExtraError
+    from stoa.contracts.errors import MissingExtraError, UsageError
 
     if find_spec("mlx_lm") is None:
         raise MissingExtraError("a warm start on a Mac needs mlx_lm", hint="run `pip install 'stoa[mac]'`")
+    if out.name in ("", ".."):
+        out = out.resolve()
+    if not out.name:
+        raise UsageError(f"{out}: no checkpoint can be written there", hint="name a new folder")
     state = machines.state if machines.state is not None else out.with_name(f"{out.name}.warmstart")
     wired = None
     if machines.hosts is not None:
@@ -91,8 +97,11 @@ def warmstart(
 def settings_of(out: Path, state: Path, lesson: Lesson, machines: Machines, num_ranks: int) -> "Settings":
     """What the processes are told. Raises ConfigError or UsageError for what cannot be."""
     from cli.warmstart import parse_shares
+    from stoa.contracts.errors import UsageError
     from worker_mac.warmstart.settings import FRESH, Settings, defaults
 
+    if not 0 <= machines.memory_gb < _MOST_GB:
+        raise UsageError(f"--memory-gb {machines.memory_gb}: not a size of a memory", hint="gigabytes, 0 for what the machine grants")
     usual = defaults(lesson.model)
     settings = Settings(
         model=lesson.model,

@@ -13,12 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+import structlog
+
 from stoa.contracts.errors import StoaError, UsageError
 from stoa.telemetry import log
 from worker_mac.warmstart.ranks import Ranks
 from worker_mac.warmstart.run import warm_start
 from worker_mac.warmstart.settings import Settings
 
+_GO_ON = "see to the disk and the memory; the same command with --resume goes on from the last saved state"
+logger = structlog.get_logger(__name__)
 DONE, FAILED, WRONG_USE, STOPPED = 0, 1, 2, 3
 
 
@@ -39,6 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
         usage = isinstance(error, UsageError)
         _say("fault", {"message": error.message, "hint": error.hint, "usage": usage, "unmet": ranks is None and not usage})
         return WRONG_USE if usage else FAILED
+    except (OSError, RuntimeError) as error:  # MLX says so of a full disk and of memory that it does not get
+        logger.exception("warm_start_broke_off")
+        _say("fault", {"message": f"{type(error).__name__}: {error}", "hint": _GO_ON, "usage": False, "unmet": False})
+        return FAILED
     return STOPPED if result.stopped else DONE
 
 

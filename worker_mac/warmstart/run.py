@@ -39,6 +39,8 @@ CACHE_BYTES: Final = 32 << 20
 _LOOK_STEPS: Final = 2
 """Steps whose demonstrations are looked at for their lengths before anything is loaded."""
 _PROBE_ROWS: Final = 8
+_SAMPLES: Final = 64
+_SAMPLE_BYTES: Final = 4096
 _MOST_TOKENS: Final = 1 << 16
 
 Tell = Callable[[str, dict[str, object]], None]
@@ -129,9 +131,22 @@ def _identity(settings: Settings, base: Path, tensors: Sequence[memory.Tensor]) 
     """What must be the same on every Mac, in a line whose beginning people can read."""
     deciding = {name: value for name, value in settings.deciding.items() if name not in ("model", "dialogues")}
     files = {path.name: path.stat().st_size for path in sorted(base.glob("model*.safetensors"))}
-    rest = [deciding, files, [asdict(each) for each in tensors], (base / "config.json").read_text(encoding="utf-8")]
+    # Rows are divided by their lengths, and every rank reads them itself: one that reads others would teach some twice, some never.
+    read = [base / "config.json", base / "tokenizer.json", *([Path(settings.dialogues)] if settings.dialogues else [])]
+    rest = [deciding, files, [asdict(each) for each in tensors], [hashlib.sha256(path.read_bytes()).hexdigest() for path in read]]
+    rest.append([_sample(path) for path in sorted(base.glob("model*.safetensors"))])
     digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
     return f"mlx {version('mlx')}, mlx_lm {version('mlx-lm')}, stoa {version('stoa')}, {digest[:16]}"
+
+
+def _sample(path: Path) -> str:
+    """sha256 over pieces from all over a file: two trainings of one shape differ everywhere, and all of it takes minutes to read."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        for number in range(_SAMPLES):
+            file.seek(number * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _limit(settings: Settings, ranks: Ranks) -> int:

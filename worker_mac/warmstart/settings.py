@@ -5,6 +5,7 @@ the same part goes on from it.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ Mode = Literal["lora", "full"]
 Split = Literal["data", "tensor"]
 FRESH: Final = "new"
 """As a model: the demo's small policy with random weights."""
+_SEEDS: Final = 1 << 32
 _NOT_DECIDING: Final = ("out", "state", "save_every", "memory_bytes", "shares", "num_ranks", "wait_seconds")
 
 
@@ -75,15 +77,20 @@ class Settings:
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be."""
-        lowest = {"rank": 1, "num_ranks": 1, "num_steps": 1, "batch_rows": 1, "num_warmup_steps": 0, "save_every": 1, "max_tokens": 0}
+        lowest = {"rank": 1, "num_ranks": 1, "num_steps": 1, "batch_rows": 1, "num_warmup_steps": 0, "save_every": 1}
+        lowest |= {"max_tokens": 0, "memory_bytes": 0, "seed": 0}
         for name, least in lowest.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"warm start: {name} = {getattr(self, name)}", hint=f"at least {least}")
+        if self.seed >= _SEEDS:
+            raise ConfigError(f"warm start: seed = {self.seed}", hint=f"below {_SEEDS}")
+        if odd := [name for name in ("learning_rate", "scale", "clip_grad", "wait_seconds") if not math.isfinite(getattr(self, name))]:
+            raise ConfigError(f"warm start: {odd[0]} = {getattr(self, odd[0])}", hint="a number that ends")
         if self.bits not in (0, 4, 8):
             raise ConfigError(f"warm start: bits = {self.bits}", hint="4 or 8, or 0 for weights as they are")
         if not (self.learning_rate > 0 and self.clip_grad > 0 and self.wait_seconds > 0):
             raise ConfigError("warm start: learning rate, clipping and the longest wait must be above 0")
-        if self.shares and (len(self.shares) != self.num_ranks or min(self.shares) <= 0):
+        if self.shares and (len(self.shares) != self.num_ranks or not all(0 < share < math.inf for share in self.shares)):
             raise ConfigError(
                 f"warm start: {len(self.shares)} shares for {self.num_ranks} processes", hint="one number above 0 for each process"
             )

@@ -23,12 +23,26 @@ MEMORY = {"planned_bytes": 2e9, "limit_bytes": 16e9, "weights_bytes": 1e9, "num_
         (["--model", str(POLICY), "--memory-gb", "0.001"], "may be used"),
         (["--model", str(POLICY), "--split", "tensor", "--full"], "use adapters"),
         (["--model", str(POLICY), "--shares", "fast,slow"], "not numbers"),
+        (["--model", str(POLICY), "--memory-gb", "nan"], "not a size of a memory"),
+        (["--model", str(POLICY), "--memory-gb", "1e300"], "not a size of a memory"),
     ],
 )
 def test_what_cannot_be_is_said_in_words(wrong: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stoa(["warmstart", str(tmp_path / "out"), *wrong]) in (Exit.WRONG_USE, Exit.FAILED)
     shown = " ".join(capsys.readouterr().err.split())
     assert words in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("place, words", [("/", "no checkpoint can be written there"), (".", "num_steps = 0")])
+def test_a_place_without_a_name_is_refused(
+    place: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    assert stoa(["warmstart", place, "--model", str(POLICY), "--steps", "0"]) in (Exit.WRONG_USE, Exit.FAILED)
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.rglob("*")] == ["here", "file"]
 
 
 def test_wired_macs_are_started_by_one_line_that_holds_in_every_home() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from mlx_lm.utils import load_adapters, load_model
 from safetensors.numpy import load_file
 
 from stoa.contracts.errors import CheckpointError, ConfigError, FormatError, NonFiniteError, RunMismatchError, UsageError
-from worker_mac.warmstart import policy
+from worker_mac.warmstart import memory, policy
+from worker_mac.warmstart import run as running
 from worker_mac.warmstart.adam import Adam, rate_at
 from worker_mac.warmstart.export import Changes, write_checkpoint
 from worker_mac.warmstart.ranks import Ranks
@@ -182,7 +185,14 @@ def test_adam_and_its_rate_are_the_papers() -> None:
         {"bits": 3},
         {"num_steps": 0},
         {"learning_rate": 0.0},
+        {"learning_rate": float("inf")},
+        {"scale": float("nan")},
+        {"memory_bytes": -1},
+        {"seed": -1},
+        {"seed": 1 << 70},
         {"shares": (1.0,), "num_ranks": 2},
+        {"shares": (1.0, float("nan")), "num_ranks": 2},
+        {"shares": (float("inf"), 1.0), "num_ranks": 2},
         {"mode": "full", "split": "tensor"},
         {"model": FRESH},
         {"model": FRESH, "mode": "full", "environment": "copy_word"},
@@ -191,6 +201,42 @@ def test_adam_and_its_rate_are_the_papers() -> None:
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         settings(tmp_path, **wrong).check()
+
+
+def test_macs_that_read_other_rows_or_weights_do_not_teach_together(tmp_path: Path) -> None:
+    """All of one length, so that sizes tell nothing."""
+    base, lines = tmp_path / "base", tmp_path / "rows.jsonl"
+    shutil.copytree(POLICY, base)
+    lines.write_text("one")
+    asked = settings(tmp_path, model=str(base), dialogues=str(lines))
+    tensors = memory.read_tensors(base)
+    first = running._identity(asked, base, tensors)
+    assert running._identity(replace(asked, num_ranks=2, model="elsewhere"), base, tensors) == first
+    found = {first}
+    for path, old, new in ((lines, b"one", b"two"), (base / "tokenizer.json", b"1", b"2")):
+        path.write_bytes(path.read_bytes().replace(old, new, 1))
+        found.add(running._identity(asked, base, tensors))
+    for at in (-1, -(1 << 20)):  # another training changes every part of the file
+        path = base / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[at - 8192 : at] = bytes(8192)
+        path.write_bytes(data)
+        found.add(running._identity(asked, base, tensors))
+    assert len(found) == 5
+
+
+def test_a_full_disk_is_told_and_the_state_before_stays(tmp_path: Path) -> None:
+    """A process that may write no file beyond some size meets what a full disk gives."""
+    asked = settings(tmp_path, mode="full", num_steps=1)
+    limited = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); "
+    run_it = "sys.argv[0:] = ['x', *sys.argv[1:]]; runpy.run_module('worker_mac.warmstart', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", limited + run_it, asked.to_json()], capture_output=True, text=True, timeout=60, check=False
+    )
+    fault = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, fault["event"], fault["unmet"]) == (1, "fault", False)
+    assert "write" in fault["message"] and "--resume" in fault["hint"]
+    assert not list(asked.state_folder.glob("step-*")) and not asked.out_folder.exists()
 
 
 def test_settings_go_through_json_and_other_builds_are_refused(tmp_path: Path) -> None:
