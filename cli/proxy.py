@@ -8,6 +8,7 @@ Nothing of a pass, a key or a payload is logged. Without TLS it listens on loopb
 """
 
 import asyncio
+import resource
 import signal
 import time
 from collections import OrderedDict
@@ -45,6 +46,8 @@ IDLE_SECONDS: Final = 300.0
 MAX_METADATA_BYTES: Final = 8 * 1024
 MAX_REPLY_BYTES: Final = 4 << 20
 MAX_OPEN_CALLS: Final = 20_000
+SPARE_FILES: Final = 1000
+"""Open files beyond one connection a call; many systems begin a process with 1024 in all."""
 STRANGERS: Final = Rates(calls_per_second=5.0, burst_calls=20.0, open_calls=20)
 """Of one address, for calls without a good pass."""
 SELDOM: Final = Rates(calls_per_second=0.5, burst_calls=20.0, open_calls=4)
@@ -238,12 +241,26 @@ async def serve_until_told(proxy: Proxy, address: str, namespace: str, access: A
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    make_room_for_connections()
     try:
         await proxy.start(address, namespace, access)
         ready()
         await stop.wait()
     finally:
         await proxy.stop()
+
+
+def make_room_for_connections() -> None:
+    """Raise this process's limit of open files to what the proxy may need, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_CALLS + SPARE_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):  # a system with a lower limit of its own
+            _log.warning("few_open_files", limit=soft)
 
 
 def _told(context: Any) -> tuple[tuple[str, str], ...]:

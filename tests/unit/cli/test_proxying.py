@@ -2,6 +2,7 @@
 
 import base64
 import json
+import resource
 from dataclasses import asdict
 
 import pytest
@@ -22,6 +23,7 @@ from temporalio.api.workflowservice.v1 import (
 from temporalio.converter import DataConverter
 from temporalio.exceptions import ApplicationError
 
+from cli.proxy import make_room_for_connections
 from cli.proxying import limits
 from cli.proxying.allow import MAX_REQUEST_BYTES, METHODS, SERVICE, Place, understand
 from cli.proxying.limits import Limiter, Rates
@@ -430,3 +432,14 @@ def test_a_pass_is_good_until_its_end_and_its_revocation() -> None:
             ask(shown)
         assert caught.value.code is Code.UNAUTHENTICATED
         assert invite.proof not in caught.value.message
+
+
+def test_the_proxy_may_open_more_files_than_a_process_begins_with() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 10**6 if hard == resource.RLIM_INFINITY else hard
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, most), hard))
+        make_room_for_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(21_000, most), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
