@@ -172,14 +172,18 @@ class Supervisor:
             self._said = launch.text()
             self._say(self._said)
         # A pipe that stays open: at the end of its own input `mlx.launch` would spin, and the ranks would end.
-        process = subprocess.Popen(launch.line(), cwd=self._home, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        try:
+            process = subprocess.Popen(launch.line(), cwd=self._home, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        except OSError as error:
+            raise WiredError(f"{launch.program} cannot be started: {error.strerror}", hint="install the extra `mac` again") from error
         self._process = process
         seen: list[str] = []
         pump = threading.Thread(target=_pump, args=(process.stderr, seen), name="ranks", daemon=True)
         pump.start()
         if process.stdin is not None:
-            process.stdin.write(secrets.token_hex(16).encode() + b"\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended already: what it said is told below
+                process.stdin.write(secrets.token_hex(16).encode() + b"\n")
+                process.stdin.flush()
         if self._asked.is_set():
             self.end()
         threading.Thread(target=calm, args=(process.pid, len(self._hosts)), name="calm", daemon=True).start()

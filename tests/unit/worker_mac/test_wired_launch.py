@@ -101,6 +101,25 @@ def test_a_set_that_never_stays_up_is_given_up_with_its_reason(tmp_path: Path, m
         made.run()
 
 
+@pytest.mark.parametrize(
+    ("text", "words"), [("#!/bin/sh\nexec <&-; echo no room >&2\n", "without a word: no room"), (None, "cannot be started: No such file")]
+)
+def test_a_launcher_that_ends_at_once_or_is_not_there_is_told(
+    text: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "MAX_STARTS", 1)
+    # The secret is only said once it has ended, as on a machine that is busy.
+    monkeypatch.setattr(launching.secrets, "token_hex", lambda _: time.sleep(0.3) or "s")
+    made = supervisor(tmp_path, "")
+    program = tmp_path / "mlx.launch"
+    program.unlink()
+    if text is not None:
+        program.write_text(text)
+        program.chmod(0o700)
+    with pytest.raises(WiredError, match=words):
+        made.run()
+
+
 def test_macs_that_are_not_up_yet_are_waited_for_at_log_in_and_after_the_first_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
