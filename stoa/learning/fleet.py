@@ -216,7 +216,8 @@ def _slopes(strata: Iterable[Sequence[Sample]]) -> tuple[NDArray[np.float64], ND
     before_NM = np.cumsum(weights_N[order_NM], axis=0)
     middle_M = (before_NM < weights_N.sum() / 2).sum(axis=0)
     slopes_M = np.take_along_axis(slopes_NM, order_NM, axis=0)[middle_M, np.arange(len(_NAMES))]
-    return slopes_M, DOUBT * slopes_M
+    # A share of tokens beyond a bound keeps at 0 for some steps, and then jumps: it may be wrong though nothing has moved yet.
+    return slopes_M, DOUBT * np.maximum(np.abs(slopes_M), _USUAL_SLOPES)
 
 
 def _compare(

@@ -92,6 +92,20 @@ def test_a_mac_whose_groups_come_last_of_every_version_is_above_suspicion() -> N
     assert far[HOSTS[6]].sigmas > SIGMAS, "its groups differ more, by as much as the policy has moved"
 
 
+def test_a_share_that_jumps_once_the_policy_has_moved_far_enough_accuses_nobody() -> None:
+    """No token of a run's first steps is beyond the bound; then some are."""
+    chance = np.random.default_rng(6)
+    rows: list[Sample] = []
+    for place, host in enumerate(HOSTS[:5]):
+        for _ in range(8):
+            group = mismatch(chance, 0.002 * (1 + place))
+            rows.append(Sample(host, 0, 0, place, group._replace(far_share=0.04 if place == 4 else 0.0)))
+        far = deviations(rows)
+        assert all(one.sigmas < SIGMAS for one in far.values())
+    assert HOSTS[4] in far
+    assert deviations([row._replace(distance=0) for row in rows])[HOSTS[4]].sigmas > SIGMAS
+
+
 def test_measures_are_corrected_for_distance_by_a_power_of_it() -> None:
     """By hand: |pi - mu| = 0.02 (1 + d)^2 of six hosts, each always at one distance."""
     rows = [Sample(f"h{n % 6}", 3, 0, n % 6, GroupMismatch(0.02 * (1 + n % 6) ** 2, 0.0, 0.0, 0.0, 1.0)) for n in range(48)]
