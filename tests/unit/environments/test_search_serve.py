@@ -172,6 +172,15 @@ def test_server_that_answers_nonsense_is_an_infrastructure_fault(broken: Threadi
     assert not broken.answers  # pyright: ignore
 
 
+def test_answer_beyond_64_mib_is_trouble_and_one_of_64_mib_is_read(broken: ThreadingHTTPServer) -> None:
+    whole = GOOD + b" " * (64 * 1024 * 1024 - len(GOOD))
+    broken.answers = [(200, whole + b" "), (200, whole)]  # pyright: ignore
+    client = SearchClient(f"http://127.0.0.1:{broken.server_address[1]}", attempts=1, pause_seconds=0.0)
+    with pytest.raises(InfrastructureFaultError, match="too large"):
+        client.search("liver", 3)
+    assert client.search("liver", 3) == (Passage("", "found", 2.0),)
+
+
 def test_client_asks_again_and_forgets_failures(broken: ThreadingHTTPServer) -> None:
     broken.answers = [(503, b"{}"), (500, b""), (200, GOOD), (200, GOOD)]  # pyright: ignore
     client = SearchClient(f"http://127.0.0.1:{broken.server_address[1]}", attempts=2, pause_seconds=0.0)
