@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from temporalio.client import Client, WorkflowFailureError, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
+from temporalio.worker import Worker
 
 from activities.connection import make_worker
 from activities.fleet import FleetActivities
@@ -250,24 +252,32 @@ class Fleet:
         self.run = f"r{uuid.uuid4().hex[:8]}"
         world.hosts = hosts
         world.on_grant = only(-1)
+        self.serving: list[tuple[Worker, asyncio.Task[None]]] = []
 
-    async def evaluate(self, *, serve: tuple[str, ...] | None = None, **changes: object) -> EvaluationResult:
+    def serve(self, worker: Worker) -> None:
+        self.serving.append((worker, asyncio.create_task(worker.run())))
+
+    def serve_control(self) -> None:
+        control, workflows = names.control_queue(self.run), [MacSessionWorkflow, EvaluationWorkflow]
+        self.serve(make_worker(self.client, control, workflows=workflows, activities=self.world.desk_activities(), graceful_seconds=0))
+
+    async def end(self, worker: Worker, task: asyncio.Task[None]) -> None:
+        await worker.shutdown()
+        await task
+
+    async def replace_control(self) -> None:
+        """The control process ends; another comes, which remembers no workflow."""
+        await self.end(*self.serving.pop(0))
+        self.serve_control()
+
+    async def evaluate(
+        self, *, serve: tuple[str, ...] | None = None, meanwhile: Callable[[], Awaitable[None]] | None = None, **changes: object
+    ) -> EvaluationResult:
         control = names.control_queue(self.run)
-        workers = [
-            make_worker(
-                self.client,
-                control,
-                workflows=[MacSessionWorkflow, EvaluationWorkflow],
-                activities=self.world.desk_activities(),
-                graceful_seconds=0,
-            )
-        ]
+        self.serve_control()
         for host in self.hosts if serve is None else serve:
-            queue = names.mac_queue(self.run, host)
-            workers.append(
-                make_worker(self.client, queue, activities=self.world.mac_activities(), max_concurrent_activities=1, graceful_seconds=0)
-            )
-        tasks = [asyncio.create_task(worker.run()) for worker in workers]
+            queue, plays = names.mac_queue(self.run, host), self.world.mac_activities()
+            self.serve(make_worker(self.client, queue, activities=plays, max_concurrent_activities=1, graceful_seconds=0))
         try:
             for host in self.hosts:
                 await self.client.start_workflow(
@@ -280,10 +290,12 @@ class Fleet:
                 )
             start = EvaluationInput(self.run, "v4-every", 4, **changes)  # type: ignore[arg-type]
             workflow_id = names.evaluation_workflow_id(self.run, "v4-every")
-            return await self.client.execute_workflow(EvaluationWorkflow.run, start, id=workflow_id, task_queue=control)
+            handle = await self.client.start_workflow(EvaluationWorkflow.run, start, id=workflow_id, task_queue=control)
+            if meanwhile is not None:
+                await meanwhile()
+            return await handle.result()
         finally:
-            await asyncio.gather(*(worker.shutdown() for worker in workers))
-            await asyncio.gather(*tasks)
+            await asyncio.gather(*(self.end(*one) for one in self.serving))
 
 
 async def test_evaluation_is_split_over_macs_and_every_question_is_asked_once(client: Client) -> None:
@@ -323,6 +335,24 @@ async def test_part_of_a_silent_mac_is_given_to_another(client: Client) -> None:
     await fleet.evaluate(serve=("mac-b",), num_questions=80, questions_a_part=40, part_timeout_seconds=3)
     (summarised,) = world.summarised
     assert [key.split("-")[-1] for key in summarised.keys] == ["b", "b"]
+
+
+async def test_evaluation_outlives_its_control_process_and_a_mac_killed_in_the_middle_of_a_part(client: Client) -> None:
+    world = World(client, frozen_host="mac-a", sweep_gate=asyncio.Event())
+    gate = world.sweep_gate
+    assert gate is not None
+    fleet = Fleet(client, world, ("mac-a", "mac-b"))
+
+    async def meanwhile() -> None:
+        while {request.host for request in world.swept} != {"mac-a", "mac-b"}:
+            await asyncio.sleep(0.05)
+        await fleet.replace_control()
+        gate.set()
+
+    result = await fleet.evaluate(meanwhile=meanwhile, num_questions=80, questions_a_part=40, part_timeout_seconds=4)
+    (summarised,) = world.summarised
+    assert sorted(key.rsplit("/", 1)[1] for key in summarised.keys) == ["0-mac-b", "1-mac-b"]
+    assert world.reported == [result]
 
 
 async def test_evaluation_without_macs_fails_in_time_and_says_so(client: Client) -> None:

@@ -98,6 +98,8 @@ class World:
     waits_for_versions: bool = True
     step_gate: asyncio.Event | None = None
     sweep_gate: asyncio.Event | None = None
+    frozen_host: str = ""
+    """Its sweeps begin, and then nothing is heard of them, as if its process had been killed."""
     held_from: int | None = None
     """Sweeps from this number on wait until it is raised."""
     step_seconds: float = 0.0
@@ -190,6 +192,8 @@ class World:
     @activity.defn(name=names.SWEEP)
     async def sweep(self, request: SweepRequest) -> SweepResult:
         self.swept.append(request)
+        while request.host == self.frozen_host:
+            await asyncio.sleep(0.1)
         while self.sweep_gate is not None and not self.sweep_gate.is_set():
             activity.heartbeat(f"sweep {request.sweep}")
             await asyncio.sleep(0.1)
