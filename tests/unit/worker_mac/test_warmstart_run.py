@@ -47,8 +47,10 @@ def test_stopped_and_resumed_is_bit_for_bit_what_was_never_stopped(mode: str, tm
     result, told = teach(cut, stop_at=2)
     assert result == Result(3, True, result.last_loss) and not cut.out_folder.exists()
     assert told[-1] == ("saved", {"step": 3})
+    assert sorted(path.name for path in cut.state_folder.glob("step-*")) == ["step-00000002", "step-00000003"]
     result, told = teach(cut, resume=True)
     assert [facts["step"] for event, facts in told if event == "step"] == [3]
+    assert sorted(path.name for path in cut.state_folder.glob("step-*")) == ["step-00000003", "step-00000004"], "the newest two are kept"
     for name in ("out/model.safetensors", "state/step-00000004/second.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes()
 
@@ -63,6 +65,7 @@ def test_a_torn_state_falls_back_to_the_one_before(tmp_path: Path) -> None:
     _, told = teach(asked, resume=True)
     assert [facts["step"] for event, facts in told if event == "step"] == [2, 3]
     assert (asked.out_folder / "model.safetensors").read_bytes() == before
+    assert sorted(path.name for path in asked.state_folder.glob("step-*")) == ["step-00000002", "step-00000004"]
     for state in asked.state_folder.glob("step-*"):
         (state / "state.json").write_text("{")
     shutil.rmtree(asked.out_folder)

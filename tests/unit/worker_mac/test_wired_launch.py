@@ -1,5 +1,6 @@
 """The supervisor of a wired set, with a script in place of `mlx.launch`; and the script that is in place of SSH."""
 
+import json
 import os
 import stat
 import sys
@@ -99,6 +100,33 @@ def test_a_set_that_never_stays_up_is_given_up_with_its_reason(tmp_path: Path, m
     made = supervisor(tmp_path, 'sys.exit("no room")')
     with pytest.raises(WiredError, match="2 starts in a row failed soon: it ended without a word: no room"):
         made.run()
+
+
+class Restarting:
+    """Macs whose address on the wire is another one each time they are asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def ask(self, host: WiredHost, command: Sequence[str]) -> Said:
+        if command[0] != "ifconfig":
+            return Said(0, PORTS)
+        self.asked += 1
+        return Said(0, f"bridge0: flags=8863<UP>\n\tinet 169.254.7.{self.asked} netmask 0xffff0000\n")
+
+
+def test_each_start_uses_the_addresses_of_now_and_a_set_that_lived_long_begins_to_count_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "MAX_STARTS", 2)
+    monkeypatch.setattr(launching, "LONG_SECONDS", 0.0)  # as if each had lived for minutes
+    keep = 'words_at = words.index("--hostfile") + 1\n(folder / f"hosts{number}").write_text(pathlib.Path(words[words_at]).read_text())\n'
+    body = keep + 'ended.write_text(json.dumps({"code": 75 if number < 3 else 0, "lost": "Mac 1 is gone" if number < 3 else ""}))'
+    made = supervisor(tmp_path, body, (WiredHost("127.0.0.1"), WiredHost("mini.local")), Restarting())
+    assert made.run() == 0
+    used = [[row["ips"] for row in json.loads((tmp_path / f"hosts{number}").read_text())] for number in (1, 2, 3)]
+    assert used == [[[f"169.254.7.{first}"], [f"169.254.7.{first + 1}"]] for first in (1, 3, 5)]
+    assert [line.split("--control ")[1].split()[0] for line in made.lines] == [f"169.254.7.{first}:3750" for first in (1, 3, 5)]
 
 
 @pytest.mark.parametrize(
