@@ -272,6 +272,9 @@ def _cell(text: str) -> str:
 
 def main(arguments: list[str]) -> Exit:
     """Write the pages into the folder that is named, else docs/reference."""
+    if arguments and arguments[0].startswith("-"):
+        say.talk("Usage: python -m cli.reference [FOLDER]")
+        return Exit.DONE if arguments[0] in ("-h", "--help") else Exit.WRONG_USE
     folder = Path(arguments[0]) if arguments else Path("docs/reference")
     changed = write(folder)
     say.talk(f"{folder}: {', '.join(changed) if changed else 'all pages are current'}")

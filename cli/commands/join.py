@@ -60,9 +60,8 @@ def join(
     if not no_doctor and not fit_for_join(entry, folder):
         return Exit.FAULT_FOUND
     if not at_login:
-        command = (*worker_command(file, folder), *(("--quiet",) if quiet else ()))
         sys.stderr.flush()
-        os.execv(sys.executable, command)  # noqa: S606 - this process becomes the worker
+        os.execv(sys.executable, (*worker_command(file, folder), *(("--quiet",) if quiet else ())))  # noqa: S606 - becomes the worker
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if entry.invite is None:
         keep_environment(folder, entry.config)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.main import _COMMANDS
-from cli.reference import PAGES, write
+from cli.reference import PAGES, main, write
 from stoa.config.host import MacHost
 from stoa.config.run import RunConfig
 
@@ -65,3 +65,10 @@ def test_every_metric_and_every_key_is_told() -> None:
     assert [name for name in declared if f"| `{name}` |" not in text and f"| `{name}_...` |" not in text] == []
     for folder in ("manifests", "deltas", "anchors", "groups", "steps", "checkpoints", "evals", "revoked"):
         assert f"runs/<run>/{folder}/" in PAGES["keys.md"]()
+
+
+@pytest.mark.parametrize(("flag", "code"), [("--help", 0), ("--nonsense", 2)])
+def test_a_flag_is_no_folder(flag: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([flag]) == code
+    assert list(tmp_path.iterdir()) == []
