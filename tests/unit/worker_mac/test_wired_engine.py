@@ -20,12 +20,14 @@ from tests.unit.worker_mac.test_wired import same
 from tests.unit.worker_mac.wired import fill, wired_set
 from worker_mac.cluster.lead import WiredSet
 from worker_mac.cluster.parts import part_of
-from worker_mac.cluster.set_engine import SPARE_BYTES, SetPlayer, SetVersions, split_model
+from worker_mac.cluster.set_engine import SPARE_BYTES, SetPlayer, SetVersions, bytes_of, split_model
 from worker_mac.cluster.split import Strength
 from worker_mac.cluster.wire import Message
 from worker_mac.engine import MacEngine, Waits
 from worker_mac.forced import Forced
+from worker_mac.memory import Play, plan_memory
 from worker_mac.model_config import read_model_config
+from worker_mac.pace import MOST_TOKENS
 from worker_mac.pages import Pages, PoolKey
 from worker_mac.sampler import seed_of
 from worker_mac.sweep import Casting, Sweep, cast
@@ -172,6 +174,21 @@ def test_a_model_that_does_not_fit_one_ranks_stated_limit_plays_on_two() -> None
         schedule = cast(Dialogue(), who, Pages(20, PoolKey(0, "", 32, "float32")), max_rows=4)
         Sweep(wired.decoder(20, schedule.num_slots), schedule, Dialogue(), who, found.__setitem__).play()
     same(found, expected)
+
+
+def test_a_sweep_is_as_wide_as_the_mac_with_least_room_allows_whichever_it_is() -> None:
+    state, parsed, asked = random_state(TINY), read_model_config(TINY), Play(4, 128)
+    parts = [bytes_of(parsed, state.layout, span, 4) for span in SPANS]
+    # Room for two groups to the page on one, for everything on the other.
+    pages = 1 + 2 * asked.group_pages
+    for tight in (0, 1):
+        part = parts[tight]
+        room = plan_memory(part, asked, most_groups=2, memory_bytes=None, step_tokens=MOST_TOKENS).total_bytes
+        player = SetPlayer.__new__(SetPlayer)
+        player._bytes = parts
+        player._macs = [Strength(room if rank == tight else 1 << 50, 1.0) for rank in range(2)]
+        plan = player._narrowest(asked, 8)
+        assert (plan.groups, plan.num_pages) == (2, pages)
 
 
 def test_a_stage_without_experts_asks_for_no_expert_kernel() -> None:
