@@ -45,8 +45,11 @@ def test_checkpoint_and_version_open_elsewhere_with_the_same_logits(
     engine.checkpoint(CheckpointRequest("test", token, 1), Reports())
 
     capfd.readouterr()
-    done = export_hf(handle.document, store, tmp_path / "hf")
-    assert capfd.readouterr() == ("", ""), "what libraries say while they load is not for a person who exports"
+    done = export_hf(handle.document, store, tmp_path / "hf", quiet=False)
+    said = capfd.readouterr()
+    lines = said.err.splitlines()
+    assert said.out == "" and all(line.startswith("weights: ") for line in lines), "what libraries say while they load is nobody's business"
+    assert lines[0].startswith("weights: 0 %, 0 B of ") and lines[-1].startswith("weights: 100 %, ")
     assert done.what == "step 1"
     assert done.max_logit_difference is not None and done.max_logit_difference < 1e-4
     assert (done.num_prompts, done.prompts_of, done.greedy_agreement) == (10, "search", 1.0)
@@ -114,7 +117,7 @@ def test_mlx_folder_with_one_wrong_tensor_is_not_called_done(store: Store, tmp_p
             with pytest.raises(WeightsError, match="cannot load"):
                 export_mlx(handle.document, store, tmp_path / name)
     assert not (tmp_path / "mlx").exists()
-    export_mlx(handle.document, store, tmp_path / "there")
+    export_mlx(handle.document, store, tmp_path / "there", quiet=False)
     export_mlx(handle.document, store, tmp_path / "mlx")
     assert sorted(p.name for p in (tmp_path / "there").iterdir()) == sorted(p.name for p in (tmp_path / "mlx").iterdir())
     state: WeightState = Puller(store, handle.document, tmp_path / "weights").join(head_of(handle))
