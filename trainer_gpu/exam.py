@@ -16,7 +16,7 @@ from stoa.bucket import keys
 from stoa.bucket.evals import Mark, read_summary, write_summary
 from stoa.bucket.store import Store
 from stoa.config.run import RunConfig
-from stoa.contracts.errors import FormatError, GroupRefusedError, ObjectExistsError, UnknownNameError
+from stoa.contracts.errors import BucketError, FormatError, GroupRefusedError, ObjectExistsError, UnknownNameError
 from stoa.contracts.evaluation_messages import EvaluationResult, SummariseRequest
 from stoa.contracts.ports import Progress
 from stoa.learning.marks import measures
@@ -26,6 +26,8 @@ from stoa.rollouts.shard import MAX_GROUP_BYTES, decode_group
 from trainer_gpu.referee import Referee, rules_of
 
 log = structlog.get_logger()
+
+MAX_ERROR_CHARS = 300
 
 
 def marks_of(
@@ -103,21 +105,33 @@ class Examiner:
     def summarise(self, request: SummariseRequest, progress: Progress) -> EvaluationResult:
         """Mark all parts and write the summary, create-only; a second call returns the first one's result.
 
+        A part that is not what it claims to be costs its own questions, which the result names as missing, and no others'.
+
         Raises:
-            GroupRefusedError: a part is not what it claims to be. FormatError: it cannot be read at all.
+            GroupRefusedError, BucketError: no part is any good; what is wrong with the first one.
         """
         self._check_run(request.run)
         key = keys.eval_summary(request.run, request.version, request.evaluation)
         marks: list[Mark] = []
         marked: set[str] = set()
+        refused: list[GroupRefusedError | BucketError] = []
         for part in request.keys:
-            fresh = [mark for mark in self._marks(part, request) if mark.question_id not in marked]
+            try:
+                found = self._marks(part, request)
+            except (GroupRefusedError, BucketError) as error:
+                log.warning("part_refused", evaluation=request.evaluation, part=part, error=error.message)
+                refused.append(error)
+                continue
+            fresh = [mark for mark in found if mark.question_id not in marked]
             marks += fresh
             marked.update(mark.question_id for mark in fresh)
             progress.report(f"marked {len(marked)} of {request.num_questions}")
+        if refused and not marks:
+            raise refused[0]
         result = _result(request, marks, key)
         if len(marked) < request.num_questions:
-            result = replace(result, error=f"{request.num_questions - len(marked)} questions have no episode")
+            why = f"; {len(refused)} parts were refused: {refused[0].message}" if refused else ""
+            result = replace(result, error=f"{request.num_questions - len(marked)} questions have no episode{why}"[:MAX_ERROR_CHARS])
         try:
             write_summary(self._store, result, marks)
         except ObjectExistsError:
@@ -126,6 +140,8 @@ class Examiner:
         return result
 
     def _marks(self, key: str, request: SummariseRequest) -> tuple[Mark, ...]:
+        if not key.startswith(keys.eval_parts_prefix(request.run, request.version, request.evaluation)):
+            raise GroupRefusedError(Reason.WRONG_OWNER, f"{key} is no part of evaluation {request.evaluation}")
         group = decode_group(self._store.get(key, max_bytes=MAX_GROUP_BYTES).data)
         self._check_part(group, key, request)
         return marks_of(group, key, environment=self._environment, rules=self._rules, num_samples=request.num_samples)

@@ -221,7 +221,12 @@ def checkpoints_prefix(run: str) -> str:
 
 def eval_part(run: str, version: int, evaluation: str, part: int, host: str) -> str:
     """Episodes of one part of an evaluation."""
-    return f"{root(run)}evals/v{version:08d}/{evaluation}/{part:04d}-{host}.safetensors.zst"
+    return f"{eval_parts_prefix(run, version, evaluation)}{part:04d}-{host}.safetensors.zst"
+
+
+def eval_parts_prefix(run: str, version: int, evaluation: str) -> str:
+    """Prefix of an evaluation's parts, and of its summary."""
+    return f"{root(run)}evals/v{version:08d}/{evaluation}/"
 
 
 def eval_summary(run: str, version: int, evaluation: str) -> str:

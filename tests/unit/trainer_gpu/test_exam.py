@@ -109,6 +109,20 @@ def test_part_that_lies_is_refused(store: Store, examiner: Examiner, reason: str
     assert caught.value.reason == reason
 
 
+def test_a_part_that_lies_costs_its_own_questions_only(store: Store, examiner: Examiner) -> None:
+    questions = examiner.held_out("test", 4, 0)
+    honest = put(store, part_of([answer_of(question, right=True) for question in questions[:3]]), 0)
+    lie = put(store, part_of([replace(answer_of(questions[3], right=False), reward=1.0)], host="liar"), 1)
+    garbage = keys.eval_part("test", 3, "ev", 2, "liar")
+    store.create(garbage, b"garbage")
+    elsewhere = keys.eval_part("test", 3, "other", 0, "liar")
+    store.create(elsewhere, store.get(honest, max_bytes=1 << 20).data)
+    missing = keys.eval_part("test", 3, "ev", 3, "liar")
+    result = summarise(examiner, [elsewhere, garbage, honest, lie, missing], 4)
+    assert (result.num_questions, result.pass_at_1) == (3, 1.0)
+    assert result.error == f"1 questions have no episode; 4 parts were refused: {elsewhere} is no part of evaluation ev"
+
+
 def test_part_of_other_weights_or_version_is_refused(store: Store, examiner: Examiner) -> None:
     episode = answer_of(examiner.held_out("test", 1, 0)[0], right=True)
     for group in (replace(part_of([episode]), state_id="x"), part_of([episode], version=2)):
