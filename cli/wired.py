@@ -18,6 +18,7 @@ from worker_mac.cluster.install import install_everywhere
 from worker_mac.cluster.probe import SshProbe
 from worker_mac.invited import Entry
 from worker_mac.service import Service
+from worker_mac.window import line_of
 
 
 def join_wired(hosts_file: Path, entry: Entry, config: Path | None, folder: Path, *, look: bool, at_login: bool) -> int:
@@ -25,7 +26,7 @@ def join_wired(hosts_file: Path, entry: Entry, config: Path | None, folder: Path
 
     Raises WiredError for a hosts.json that cannot be used or a set that does not stay up.
     """
-    telemetry.configure(worker="mac")
+    telemetry.configure(line_of=line_of, worker="mac")
     hosts, split = read_hosts(hosts_file), read_split(hosts_file)
     say.talk(f"{len(hosts)} Macs as one worker: each computes {'a share of every layer' if split == 'tensor' else 'some of the layers'}")
     install_everywhere(SshProbe(), hosts, say.talk)

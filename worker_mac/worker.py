@@ -55,6 +55,7 @@ from worker_mac.panics import Caution, PanicLog
 from worker_mac.senses import probe_here
 from worker_mac.service import QUICK_SECONDS, Attempts
 from worker_mac.sleeps import Sleeps, sleeps_here
+from worker_mac.window import line_of
 
 if TYPE_CHECKING:
     from worker_mac.engine import MacEngine
@@ -120,7 +121,7 @@ def main(
     tells of this machine's sleep. anew: ends this process and begins it again.
     """
     options = read_options(arguments)
-    telemetry.configure(level="warning" if options.quiet else "info", worker="mac")
+    telemetry.configure(level="warning" if options.quiet else "info", line_of=line_of, worker="mac")
     attempts = Attempts(options.folder) if options.parks else None
     if attempts is not None and (parked := attempts.begin()):
         _log.error("worker_parked", reason=parked)

@@ -1,12 +1,12 @@
 """structlog set-up of every process: events to stderr, data never.
 
-What is logged where is the caller's business; this file decides form only. A terminal gets readable lines, a file or
-pipe gets one JSON object a line. Values of secrets are masked by name as a last line of defence.
+What is logged where is the caller's business; this file decides form only. A terminal gets readable lines, in the words
+of whoever sets it up, a file or pipe gets one JSON object a line. Values of secrets are masked by name as a last line of defence.
 """
 
 import logging
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 import structlog
 
@@ -20,14 +20,28 @@ def _mask_secrets(_logger: object, _method: str, event: MutableMapping[str, obje
     return event
 
 
-def configure(*, level: str = "info", json_lines: bool | None = None, **bound: object) -> None:
+def _lines(line_of: Callable[[Mapping[str, object]], str]) -> structlog.typing.Processor:
+    def render(_logger: object, _method: str, event: MutableMapping[str, object]) -> str:
+        line = line_of(event)
+        if not line:
+            raise structlog.DropEvent
+        return line
+
+    return render
+
+
+def configure(
+    *, level: str = "info", json_lines: bool | None = None, line_of: Callable[[Mapping[str, object]], str] | None = None, **bound: object
+) -> None:
     """Set up logging for this process, once, and bind fields (run, worker, version) to every event.
 
-    level: a name of the standard library's levels. json_lines: None decides by whether stderr is a terminal.
+    level: a name of the standard library's levels. json_lines: None decides by whether stderr is a terminal. line_of: an
+    event's line on a terminal, "" for none.
     """
     number = logging.getLevelNamesMapping()[level.upper()]
     as_json = not sys.stderr.isatty() if json_lines is None else json_lines
-    renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=False)
+    plain = structlog.dev.ConsoleRenderer(colors=False) if line_of is None else _lines(line_of)
+    renderer = structlog.processors.JSONRenderer() if as_json else plain
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
