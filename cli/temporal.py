@@ -49,6 +49,8 @@ QUERY_SECONDS: Final = 4.0
 """A query needs the run's control process, which may be away; then nobody answers, and nobody says so."""
 QUERY_TRIES: Final = 3
 MOST_LISTED: Final = 1000
+CONTROL_SILENT: Final = "its control process does not answer"
+"""What is said of a run where Temporal is there and nobody works for the run."""
 MOST_ASKED: Final = 64
 """Sessions asked at a time: each answer has to come from one control process."""
 _HOW_TO_START: Final = "start one with `stoa services` or `temporal server start-dev`, or set STOA_TEMPORAL_ADDRESS"
@@ -331,7 +333,7 @@ def _typed(problem: RPCError, address: str, run: str) -> ServiceError | RunMissi
     # The last of the three is how a server tells at once that no worker has asked for this run's tasks of late.
     silent = (RPCStatusCode.CANCELLED, RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.FAILED_PRECONDITION)
     if problem.status in silent and run:
-        return ServiceUnavailableError(f"run {run}: its control process does not answer", hint="is `python -m trainer_gpu.worker` running?")
+        return ServiceUnavailableError(f"run {run}: {CONTROL_SILENT}", hint="is `python -m trainer_gpu.worker` running?")
     if problem.status in (RPCStatusCode.PERMISSION_DENIED, RPCStatusCode.UNAUTHENTICATED):
         return AccessDeniedError(f"Temporal at {address} refused us: {problem.message}")
     return ServiceUnavailableError(f"Temporal at {address}: {problem.message}", hint=_HOW_TO_START)

@@ -35,10 +35,11 @@ def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = Non
             record = found.collector.collect()
             if record.state not in ("stopped", "failed") and is_absent(found.control, run):
                 record = gone(record)
+        away = "" if record.state in ("stopped", "failed") else found.collector.temporal_away
     spent = {"gpu_hours": record.gpu_hours, "dollars": round(record.gpu_hours * record.facts.gpu_usd_an_hour, 6)}
     if as_json:
         say.data(json.dumps({**facts(record), **spent}, indent=2))
-        return None
+        return _unanswered(away)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_COLUMNS)
@@ -46,7 +47,14 @@ def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = Non
     if spent["gpu_hours"]:
         price = f", {spent['dollars']:.2f} dollars" if spent["dollars"] else ""
         console.print(f"used {spent['gpu_hours']:.2f} GPU hours{price}")
-    return None
+    return _unanswered(away)
+
+
+def _unanswered(away: str) -> Exit | None:
+    """What was shown is not how the run is, if Temporal told nothing."""
+    if away:
+        say.error(away)
+    return Exit.FAILED if away else None
 
 
 def facts(record: "RunRecord") -> dict[str, object]:

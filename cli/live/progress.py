@@ -168,10 +168,14 @@ def _fleet(sessions: tuple[SessionStatus, ...]) -> RenderableType:
         table.add_column(name, justify="left" if name in {"Mac", "state"} else "right", no_wrap=True)
     reasons: dict[str, list[str]] = {}
     for s in sessions:
-        speed = s.num_sampled_tokens / s.decode_seconds if s.decode_seconds else 0.0
+        speed = s.tokens_per_second or (s.num_sampled_tokens / s.decode_seconds if s.decode_seconds else 0.0)
+        # Of a Mac that only the bucket tells of, nobody counted sweeps, time and bytes.
+        known = bool(s.num_sweeps or not s.num_groups)
         table.add_row(
-            f"{s.host} {s.place}".strip(), s.state, str(s.version), str(s.num_sweeps), str(s.num_groups), f"{speed:.0f}",
-            f"{s.pull_latency_seconds_last:.1f} s", bytes_text(s.bytes_down), bytes_text(s.bytes_up),
+            f"{s.host} {s.place}".strip(), s.state, str(s.version) if s.version >= 0 else "-", str(s.num_sweeps) if known else "-",
+            str(s.num_groups), f"{speed:.0f}" if speed else "-",
+            f"{s.pull_latency_seconds_last:.1f} s" if s.pull_latency_seconds_last else "-",
+            bytes_text(s.bytes_down) if known else "-", bytes_text(s.bytes_up) if known else "-",
         )  # fmt: skip
         if s.reason:
             reasons.setdefault(s.reason, []).append(s.host)

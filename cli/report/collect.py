@@ -15,7 +15,7 @@ from cli.macs import macs_of
 from cli.report.look import look_at
 from cli.report.record import HostShare, RunFacts, RunRecord, StepRow, VersionRow
 from cli.report.summary import STEADY_FROM_VERSION
-from cli.temporal import Control
+from cli.temporal import CONTROL_SILENT, Control
 from stoa.bucket.evals import read_summary
 from stoa.bucket.head import Head, read_head
 from stoa.bucket.keys import evals_prefix, root
@@ -32,6 +32,7 @@ log = structlog.get_logger()
 
 _ENDED: Final = ("stopped", "failed")
 _NOT_YET: Final = "waiting for the trainer's control process to start"
+_BUCKET_ALONE: Final = "what is shown is what the bucket tells: time and limits of the first start, nothing of Macs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Collector:
         self._seen_versions = -1
         self._status: RunStatus | None = None
         self._silence = ""
+        self._away = ""
         self._end_reason = ""
         self._ended_at = 0.0
         self._was_running = False
@@ -71,6 +73,11 @@ class Collector:
     def head_stopped(self) -> bool:
         """True if the HEAD that was read last tells the workers that the run is over."""
         return self._head is not None and self._head.state == "stopped"
+
+    @property
+    def temporal_away(self) -> str:
+        """Why Temporal itself gave no answer at the last look; empty while it does, and where only the run's own processes are silent."""
+        return self._away
 
     def collect(self, *, everything: bool = False, interval: int = -1) -> RunRecord:
         """The run up to now; `everything` also counts all objects of the bucket and reads some groups.
@@ -143,6 +150,7 @@ class Collector:
         if self._control is None:
             return
         run = self._document.run
+        self._away = ""
         try:
             self._status = self._control.status(run)
             # A Mac that left is kept: its session's last answer stands.
@@ -158,7 +166,10 @@ class Collector:
             self._recall()
         except ServiceError as problem:
             # The view must live on while Temporal or the control process starts again; the last answers stand.
-            self._silence = problem.message if self._status is not None else _NOT_YET
+            self._away = "" if CONTROL_SILENT in problem.message else problem.message
+            self._silence = problem.message
+            if self._status is None:
+                self._silence = f"{self._away}; {_BUCKET_ALONE}" if self._away else _NOT_YET
             self._recall()
 
     def _recall(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from cli.live.progress import Progress, block, curve
+from stoa.contracts.fleet_messages import SessionStatus
 from tests.unit.cli.records import evaluation, record, session, version
 
 
@@ -86,3 +87,15 @@ def test_quiet_says_nothing_on_a_terminal_or_in_a_pipe(terminal: bool) -> None:
         progress.say("a line")
         progress.show(record())
     assert out.getvalue() == ""
+
+
+def test_what_nobody_counted_of_a_mac_is_no_zero() -> None:
+    told = SessionStatus("mac-1", "ended", 0, 1, num_groups=4, num_sampled_tokens=60, reason="told by the bucket alone")
+    row = next(line.split() for line in shown(record(sessions=(told,))) if line.startswith("mac-1 "))
+    assert row == ["mac-1", "ended", "1", "-", "4", "-", "-", "-", "-"]
+
+
+def test_speed_of_a_mac_is_that_which_other_screens_show() -> None:
+    text = "\n".join(shown(record(state="running", sessions=(session("mac-1", tokens_per_second=718.4),))))
+    assert " 718 " in text
+    assert "2000" not in text, "over all its decoding: another number, which the report has"
