@@ -90,6 +90,7 @@ class AlarmBook:
         """`past`: metrics of the newest steps, oldest first, as they stand in their manifests."""
         self._alarms = alarms
         self._past: deque[Metrics] = deque(past, maxlen=PAST_STEPS)
+        self._rung_unstepped = False
 
     @property
     def eval_seen(self) -> float:
@@ -119,7 +120,26 @@ class AlarmBook:
             if alarm.action == "pause":
                 pauses.append(_sentence(name, whole[name], alarm))
         self._past.append({**metrics, **found})
+        self._rung_unstepped = False
         return Rung(found, f"{'. '.join(pauses)}. {_GO_ON}" if pauses else "")
+
+    def ring_unstepped(self, num_flat: int, num_wanted: int) -> str:
+        """The alarm of equal rewards while no step can be made for want of other groups; why to pause, empty if not, once a step.
+
+        Args:
+            num_flat: groups of equal rewards that came since the last step.
+            num_wanted: groups of a step: what the share would be if they all came now.
+        """
+        name, alarm = "zero_variance_fraction", self._alarms.zero_variance_fraction
+        share = num_flat / (num_flat + num_wanted)
+        if self._rung_unstepped or share <= alarm.threshold:
+            return ""
+        self._rung_unstepped = True
+        log.warning("alarm_fired", name=name, value=share, threshold=alarm.threshold, action=alarm.action, groups=num_flat)
+        if alarm.action != "pause":
+            return ""
+        saw = f"{name} is at least {share:.3g}, above {alarm.threshold:.3g}: {num_flat} groups came, and too few others for a step"
+        return f"{saw}; {ADVICE[name]}. {_GO_ON}"
 
     def _held(self, name: str, metrics: Metrics, bound: float, steps: int) -> bool:
         """Whether the metric is beyond its bound now and was so in the steps just before."""

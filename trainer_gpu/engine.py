@@ -128,9 +128,11 @@ class TrainerEngine:
             progress.report("waiting for groups", version=lease.version, key=lease.step_manifest_key)
             taken = lease.intake.take(lease.version, progress, request.wait_seconds)
             if isinstance(taken, Starved):
+                wanted = self._handle.config.learning.groups_per_step
                 return StepResult(
                     "stopped" if taken.stopping else "starved", request.step, wait_seconds=taken.wait_seconds, reason=taken.reason,
-                    num_missing=taken.num_missing, oldest_version=taken.oldest_version,
+                    num_missing=taken.num_missing, oldest_version=taken.oldest_version, equal_rewards=dict(taken.equal_rewards),
+                    alarm=lease.alarms.ring_unstepped(sum(taken.equal_rewards.values()), wanted),
                     suspects=_suspects(lease, request.quarantined, lease.intake.refused),
                     canaries=self._judge(lease, lease.intake.refused, progress),
                 )  # fmt: skip

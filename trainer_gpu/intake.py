@@ -7,7 +7,7 @@ thread only fills; the engine's thread takes, settles or puts back. One Intake s
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -82,6 +82,8 @@ class Starved:
     """Usable groups that the step still lacks."""
     oldest_version: int = -1
     """Groups of older versions are of no use to it."""
+    equal_rewards: Mapping[str, int] = field(default_factory=dict)
+    """Groups that came since the last step and teach nothing: all_zero, all_one or all_equal -> how many."""
 
 
 @dataclass(slots=True)
@@ -247,7 +249,8 @@ class Intake:
 
     def _starved(self, reason: str, version: int, waited: float) -> Starved:
         missing = max(1, self._learning.groups_per_step - self._buffer.num_waiting)
-        return Starved(reason, waited, num_missing=missing, oldest_version=max(0, version - self._learning.max_staleness_hard))
+        oldest = max(0, version - self._learning.max_staleness_hard)
+        return Starved(reason, waited, num_missing=missing, oldest_version=oldest, equal_rewards=self._buffer.flat)
 
     def settle(self) -> None:
         """The manifest of the step is written."""

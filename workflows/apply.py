@@ -48,6 +48,8 @@ STARVED_HOLD_SECONDS: Final = 5.0
 MAX_RESULTS: Final = 20
 MAX_VERSIONS: Final = 200
 MAX_TEXT: Final = 300
+REWARDS: Final = {"all_zero": "0", "all_one": "1", "all_equal": "alike"}
+"""Why a group gives no gradient, and what all its rewards are then."""
 LEASE_ERRORS: Final = frozenset({"FencedError", "LostStateError"})
 
 
@@ -92,7 +94,7 @@ def _(event: StepResult, state: RunProgress, rules: RunInput, now: float) -> Run
     for news in event.canaries:
         state = fleet.on_canaries(state, news)
     if event.status != "done":
-        return _starved(event, state, rules, now)
+        return _alarmed(event, _starved(event, state, rules, now), rules)
     after = replace(
         _fed(state),
         step=event.step,
@@ -102,18 +104,22 @@ def _(event: StepResult, state: RunProgress, rules: RunInput, now: float) -> Run
         num_failures=0,
         trainer_hold_until=0.0,
     )
+    return _alarmed(event, after, rules)
+
+
+def _alarmed(event: StepResult, state: RunProgress, rules: RunInput) -> RunProgress:
     if not event.alarm:
-        return after
+        return state
     text = f"alarm at step {event.step}: {event.alarm}"
     if rules.stop.on_alarm and not state.ending:
-        return replace(after, ending=True, reason=text[:MAX_TEXT])
+        return replace(state, ending=True, reason=text[:MAX_TEXT])
     # A run that began before leases were strict told HEAD of it too, and its history must replay.
-    return replace(_paused(after, text), macs_go_on=state.strict_leases)
+    return replace(_paused(state, text), macs_go_on=state.strict_leases)
 
 
 def _fed(state: RunProgress) -> RunProgress:
     """The next step has waited for nothing yet."""
-    return replace(state, num_missing=0, oldest_version=-1, starving_since=0.0, starved_seconds=0.0, drain_look=False)
+    return replace(state, num_missing=0, oldest_version=-1, equal_rewards=(), starving_since=0.0, starved_seconds=0.0, drain_look=False)
 
 
 def _starved(event: StepResult, state: RunProgress, rules: RunInput, now: float) -> RunProgress:
@@ -131,6 +137,7 @@ def _starved(event: StepResult, state: RunProgress, rules: RunInput, now: float)
         trainer_hold_until=now + hold_seconds,
         num_missing=event.num_missing,
         oldest_version=event.oldest_version,
+        equal_rewards=tuple((what, event.equal_rewards[kind]) for kind, what in REWARDS.items() if event.equal_rewards.get(kind)),
         starving_since=state.starving_since or now - event.wait_seconds,
         starved_seconds=0.0 if is_whole else waited_seconds,
         drain_look=state.draining,

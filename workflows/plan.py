@@ -324,7 +324,8 @@ def _lane_sentence(state: RunProgress, rules: RunInput, now: float, command: Tra
             return f"waiting for a trainer on queue gpu-{rules.run} {age}"
         case Train() if state.starving_since and state.num_missing:
             waited = f"since {max(0.0, now - state.starving_since):.0f} s"
-            return f"step {command.step}: waiting for {state.num_missing} groups of version >= {max(0, state.oldest_version)} {waited}"
+            wanted = f"waiting for {state.num_missing} groups of version >= {max(0, state.oldest_version)} {waited}"
+            return f"step {command.step}: {wanted}{_equal_rewards(state)}{_no_mac(state)}"
         case Train():
             oldest = max(0, state.version - rules.max_staleness)
             starved = f"; the last wait ended because {state.starved_reason}" if state.starved_reason else ""
@@ -335,6 +336,20 @@ def _lane_sentence(state: RunProgress, rules: RunInput, now: float, command: Tra
             return f"waiting for {state.owner} to save step {command.step} {age}"
         case None:
             return _idle_sentence(state, rules, now)
+
+
+def _equal_rewards(state: RunProgress) -> str:
+    num = sum(count for _, count in state.equal_rewards)
+    if not num:
+        return ""
+    one_kind = len(state.equal_rewards) == 1
+    kinds = ", ".join(f"all {what}" if one_kind else f"{count} all {what}" for what, count in state.equal_rewards)
+    return f"; {num} {'group' if num == 1 else 'groups'} had equal rewards: {kinds}"
+
+
+def _no_mac(state: RunProgress) -> str:
+    """Macs end with their run: who resumes one has to start them, too."""
+    return "" if fleet.count(state) or not state.fleet_known else "; no Mac is here: start one with `python -m worker_mac.worker`"
 
 
 def _idle_sentence(state: RunProgress, rules: RunInput, now: float) -> str:

@@ -135,6 +135,8 @@ class RunProgress:
     """When the present lease was taken; 0: none is held."""
     num_missing: int = 0
     oldest_version: int = -1
+    equal_rewards: tuple[tuple[str, int], ...] = ()
+    """Groups that came for the present step and teach nothing: what all rewards of a group are, and how many groups."""
     starving_since: float = 0.0
     """Since when the present step has too few groups; 0: it has not, or nobody knows."""
     starved_seconds: float = 0.0

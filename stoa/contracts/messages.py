@@ -165,6 +165,8 @@ class StepResult:
     """Usable groups that a starved step still lacks."""
     oldest_version: int = -1
     """Groups of older versions are of no use to that step; -1: not told."""
+    equal_rewards: dict[str, int] = field(default_factory=dict)
+    """Groups that a starved step could not use because all their rewards are equal: all_zero, all_one or all_equal -> how many."""
     suspects: tuple[Suspect, ...] = ()
     canaries: tuple[CanaryNews, ...] = ()
 

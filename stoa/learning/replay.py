@@ -6,7 +6,8 @@ dropped as soon as it is looked at, not when its turn comes, so that the next st
 admission ledger.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -118,6 +119,12 @@ class ReplayBuffer:
         self._num_told = 0
         """Of the drops, those that the step in progress tells of."""
         self._num_flat = 0
+        self._flat: Counter[str] = Counter()
+
+    @property
+    def flat(self) -> Mapping[str, int]:
+        """Groups of equal rewards that were looked at since the last step: all_zero, all_one or all_equal -> how many."""
+        return dict(self._flat)
 
     @property
     def num_waiting(self) -> int:
@@ -171,7 +178,9 @@ class ReplayBuffer:
         for drop in choice.dropped:
             _, group = self._queue.pop(drop.key)
             self._drops.append(replace(drop, num_tokens=group.num_tokens))
-        self._num_flat += sum(drop.reason != "stale" for drop in choice.dropped)
+        flat = Counter(drop.reason for drop in choice.dropped if drop.reason != "stale")
+        self._num_flat += flat.total()
+        self._flat.update(flat)
         if choice.status == "no_signal":
             self._num_flat = 0
         self._taken = {key: self._queue.pop(key) for key in choice.taken}
@@ -184,6 +193,7 @@ class ReplayBuffer:
         del self._drops[: self._num_told]
         self._num_told = 0
         self._num_flat = 0
+        self._flat.clear()
 
     def put_back(self) -> None:
         """The step failed: its groups wait again, before all that came later."""

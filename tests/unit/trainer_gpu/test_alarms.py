@@ -49,6 +49,17 @@ def test_quiet_run_rings_nothing_with_the_default_bounds() -> None:
         assert (fired(rung), fired(rung, "warning"), rung.pause) == (set(), set(), "")
 
 
+def test_equal_rewards_ring_once_when_no_step_can_be_made_of_what_came() -> None:
+    alarms = book(zero_variance_fraction=Alarm(threshold=0.9, action="pause", steps=3))
+    assert alarms.ring_unstepped(72, 8) == "", "72 of 80 is the bound itself"
+    said = alarms.ring_unstepped(73, 8)
+    assert said.startswith("zero_variance_fraction is at least 0.901, above 0.9: 73 groups came, and too few others for a step; the policy")
+    assert alarms.ring_unstepped(1000, 8) == "", "a person who resumes has been told"
+    alarms.ring(QUIET)
+    assert alarms.ring_unstepped(1000, 8)
+    assert book(zero_variance_fraction=Alarm(threshold=0.9)).ring_unstepped(1000, 8) == "", "the bound that is only logged"
+
+
 def test_pausing_alarm_says_what_crossed_what_and_how_to_go_on() -> None:
     rung = book(gate_drop_rate=Alarm(threshold=0.03, action="pause")).ring({**QUIET, "gate_drop_rate": 0.05})
     assert fired(rung) == {"gate_drop_rate"}

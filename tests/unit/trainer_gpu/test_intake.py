@@ -166,6 +166,7 @@ def test_dropped_groups_are_noted_while_the_step_waits(store: Store, intake: Int
     progress = Reports()
     assert isinstance(intake.take(5, progress), Starved)
     assert noted == [Dropped(flat, "all_zero")]
+    assert intake.take(5, Reports(), 0.5).equal_rewards == {"all_zero": 1}, "also told by the next part of the same wait"  # pyright: ignore[reportAttributeAccessIssue]
     assert any("waiting for groups" in seen for seen in progress.seen)
 
 
@@ -175,6 +176,7 @@ def test_many_flat_groups_are_no_signal(store: Store, intake: Intake) -> None:
     answer = intake.take(5, Reports())
     assert isinstance(answer, Starved)
     assert "equal rewards" in answer.reason
+    assert answer.equal_rewards == {"all_one": 8}
 
 
 def test_fault_of_the_thread_reaches_the_step(store: Store, intake: Intake) -> None:

@@ -331,6 +331,30 @@ def test_step_is_asked_for_in_parts_so_that_the_run_can_say_what_is_missing() ->
     assert apply(StepResult("done", 9), state, rules, 1101.0).starving_since == 0.0
 
 
+def test_sentence_counts_groups_of_equal_rewards_until_a_step_is_done() -> None:
+    def said(**equal: int) -> tuple[RunProgress, str]:
+        result = StepResult("starved", 9, wait_seconds=10.0, num_missing=8, oldest_version=0, equal_rewards=equal)
+        state = apply(result, at(8), RULES, 1010.0)
+        return state, plan.status_of(state, RULES, 1046.0, command=plan.Train(9), since=1040.0).waiting_for
+
+    waits = "step 9: waiting for 8 groups of version >= 0 since 46 s"
+    assert said()[1] == waits
+    assert said(all_zero=97)[1] == f"{waits}; 97 groups had equal rewards: all 0"
+    assert said(all_equal=1)[1] == f"{waits}; 1 group had equal rewards: all alike"
+    state, sentence = said(all_one=3, all_zero=20, invented=5)
+    assert sentence == f"{waits}; 23 groups had equal rewards: 20 all 0, 3 all 1"
+    assert first_run_progress(replace(RULES, carried=dump(state)), 0.0).equal_rewards == state.equal_rewards
+    assert apply(StepResult("done", 9), state, RULES, 1101.0).equal_rewards == ()
+
+
+def test_alarm_of_a_step_that_cannot_be_made_pauses_the_run() -> None:
+    alarm = StepResult("starved", 9, wait_seconds=10.0, num_missing=8, alarm="zero_variance_fraction is 0.93, above 0.9")
+    state = apply(alarm, at(8), RULES, 1010.0)
+    assert (state.paused, state.reason) == (True, "alarm at step 9: zero_variance_fraction is 0.93, above 0.9")
+    ends = replace(RULES, stop=StopConditions(on_alarm=True))
+    assert plan.end_reason(apply(alarm, at(8), ends, 0.0), ends, 0.0) == "alarm at step 9: zero_variance_fraction is 0.93, above 0.9"
+
+
 def test_status_tells_the_limits_in_force() -> None:
     rules = replace(RULES, stop=StopConditions(max_steps=77, max_seconds=5.0))
     assert plan.status_of(at(8), rules, 0.0, command=None, since=0.0).stop == StopConditions(max_steps=77, max_seconds=5.0)
