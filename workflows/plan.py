@@ -10,7 +10,7 @@ from typing import Final
 from stoa.contracts.evaluation_messages import EvalAsk
 from stoa.contracts.fleet_messages import Standing
 from stoa.contracts.ids import is_name
-from stoa.contracts.messages import RunInput, RunState, RunStatus
+from stoa.contracts.messages import RunInput, RunResult, RunState, RunStatus
 from workflows import anchors, costs, drain, fleet
 from workflows.state import Evaluation, RunProgress
 
@@ -310,9 +310,12 @@ def run_state(state: RunProgress, rules: RunInput, now: float) -> str:
 
 def waiting_sentence(state: RunProgress, rules: RunInput, now: float, *, command: TrainerCommand | None, since: float) -> str:
     """One sentence for a person: what the run waits for, from whom, for how long."""
-    if state.draining and not end_reason(state, rules, now):
-        return f"{drain.sentence(state, now)}; {_lane_sentence(state, rules, now, command, since)}"
-    return _lane_sentence(state, rules, now, command, since)
+    lane = _lane_sentence(state, rules, now, command, since)
+    if end_reason(state, rules, now):
+        return lane
+    if state.paused and command is not None:
+        return f"{_paused_sentence(state)} once this is done: {lane}"
+    return f"{drain.sentence(state, now)}; {lane}" if state.draining else lane
 
 
 def _lane_sentence(state: RunProgress, rules: RunInput, now: float, command: TrainerCommand | None, since: float) -> str:
@@ -360,15 +363,37 @@ def _idle_sentence(state: RunProgress, rules: RunInput, now: float) -> str:
     if ends:
         return f"ending ({ends}): telling HEAD and the Macs"
     if state.paused:
-        what = "the trainer is paused and Macs play on" if state.macs_go_on else "paused"
-        return f"{what} ({state.reason}): waiting for `stoa resume {rules.run}`"
+        return f"{_paused_sentence(state)}: waiting for `stoa resume {rules.run}`"
     if now < state.trainer_hold_until:
         return f"trying the trainer again in {state.trainer_hold_until - now:.0f} s: {state.reason or state.starved_reason}"
     return "nothing: the next step is about to start"
 
 
+def _paused_sentence(state: RunProgress) -> str:
+    what = "the trainer is paused and Macs play on" if state.macs_go_on else "paused"
+    return f"{what} ({state.reason})" if state.reason else what
+
+
 def _macs(number: int) -> str:
     return f"{number} Mac" if number == 1 else f"{number} Macs"
+
+
+def result_of(state: RunProgress, rules: RunInput, now: float) -> RunResult:
+    """How a run ended that ends at time `now`."""
+    return RunResult(
+        run=rules.run,
+        end_reason=end_reason(state, rules, now),
+        step=state.step,
+        version=max(state.version, 0),
+        evaluations=state.results,
+        gpu_hours=round(costs.gpu_hours(state, now), 4),
+        started_at=state.started_at,
+        ended_at=now,
+        seconds_before=rules.seconds_before,
+        stop=rules.stop,
+        quarantined=fleet.quarantined(state),
+        on_trial=fleet.on_trial(state),
+    )
 
 
 def status_of(state: RunProgress, rules: RunInput, now: float, *, command: TrainerCommand | None, since: float) -> RunStatus:
@@ -399,4 +424,5 @@ def status_of(state: RunProgress, rules: RunInput, now: float, *, command: Train
         num_groups_missing=state.num_missing,
         stop=rules.stop,
         drain_until=state.drain_until if state.draining else 0.0,
+        seconds_before=rules.seconds_before,
     )

@@ -54,7 +54,7 @@ with workflow.unsafe.imports_passed_through():
         VersionsPage,
         VersionsQuery,
     )
-    from workflows import costs, fleet, limits, plan
+    from workflows import fleet, limits, plan
     from workflows.apply import apply
     from workflows.calls import call, failure_kind, failure_text, is_hopeless
     from workflows.clock import TaskClock
@@ -135,10 +135,7 @@ class RunWorkflow:
         state = self._state
         if state.failure_type:
             raise ApplicationError(state.reason, type=state.failure_type, non_retryable=True)
-        reason = plan.end_reason(state, self._rules, self._clock.now())
-        hours = round(costs.gpu_hours(state, self._clock.now()), 4)
-        shut, tried = fleet.quarantined(state), fleet.on_trial(state)
-        return RunResult(self._rules.run, reason, state.step, max(state.version, 0), state.results, hours, shut, tried)
+        return plan.result_of(state, self._rules, self._clock.now())
 
     def _start_lanes(self) -> None:
         now = self._clock.now()

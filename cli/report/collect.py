@@ -13,6 +13,7 @@ import structlog
 
 from cli.macs import macs_of
 from cli.report.look import look_at
+from cli.report.noted import with_noted
 from cli.report.record import HostShare, RunFacts, RunRecord, StepRow, VersionRow
 from cli.report.summary import STEADY_FROM_VERSION
 from cli.temporal import CONTROL_SILENT, Control
@@ -26,7 +27,7 @@ from stoa.bucket.store import Store
 from stoa.contracts.errors import FormatError, ObjectMissingError, RunMissingError, ServiceError
 from stoa.contracts.evaluation_messages import EvaluationResult
 from stoa.contracts.fleet_messages import SessionStatus
-from stoa.contracts.messages import RunStatus
+from stoa.contracts.messages import RunResult, RunStatus
 
 log = structlog.get_logger()
 
@@ -62,7 +63,7 @@ class Collector:
         self._status: RunStatus | None = None
         self._silence = ""
         self._away = ""
-        self._end_reason = ""
+        self._result: RunResult | None = None
         self._ended_at = 0.0
         self._was_running = False
         self._waits: Counter[str] = Counter()
@@ -87,7 +88,7 @@ class Collector:
         self._read_bucket(everything)
         self._ask_temporal()
         record = self._record(self._count_objects() if everything else ({}, {}))
-        return look_at(self._store, self._document, record, interval) if everything else record
+        return look_at(self._store, self._document, with_noted(self._store, record), interval) if everything else record
 
     def _read_bucket(self, everything: bool) -> None:
         run = self._document.run
@@ -182,16 +183,18 @@ class Collector:
         except (ServiceError, RunMissingError):
             pass  # Temporal is away, or has forgotten the run
         else:
-            self._end_reason, self._gpu_hours = result.end_reason, result.gpu_hours
+            self._result, self._gpu_hours = result, result.gpu_hours
             self._sessions |= {said.host: said for said in self._control.ended_sessions(self._document.run)}
         for host, told in sessions_of(manifest for _, manifest in self._steps).items():
             self._sessions.setdefault(host, told)
 
     def _used(self, run: str, status: RunStatus) -> float:
         """GPU hours: of an ended run those of its result, since the clock of a query runs on."""
+        self._result = None
         if self._control is None or status.state not in _ENDED or self._control.is_running(run):
             return status.gpu_hours
-        return self._control.result(run).gpu_hours
+        self._result = self._control.result(run)
+        return self._result.gpu_hours
 
     def _count_objects(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         sizes: Counter[str] = Counter()
@@ -204,31 +207,34 @@ class Collector:
         return dict(sizes), dict(counts)
 
     def _record(self, objects: tuple[Mapping[str, int], Mapping[str, int]]) -> RunRecord:
-        status, head = self._status, self._head
+        status, head, result = self._status, self._head, self._result
+        timed = result if result is not None and result.started_at else None
+        told = status or timed
         # A run that was resumed may end at others than it was started with.
-        stop = status.stop if status is not None else None
+        stop = told.stop if told is not None else None
         facts = facts_of(self._document)
         facts = replace(facts, gpu_usd_an_hour=stop.dollars_per_gpu_hour) if stop is not None else facts
         state = status.state if status is not None else (head.state if head is not None else "created")
         steps = tuple(_step_row(key, manifest) for key, manifest in self._steps)
-        started_at = status.started_at if status is not None and status.started_at else facts.created_at
-        done_at = {row.step: row.started_at + row.train_seconds for row in steps}
+        started_at = (told.started_at if told is not None else 0.0) or facts.created_at
+        done_at = {(row.step, row.epoch): row.started_at + row.train_seconds for row in steps}
         latencies = _latencies(steps)
         versions = tuple(_version_row(link, done_at, latencies) for link in self._chain)
         newest = max([started_at, *done_at.values(), *(row.published_at for row in versions)])
         ended_at = time.time() if self._control is not None else newest
         if state in _ENDED:
-            # Watched to its end, or found ended: then its last publish is the last that is known.
+            # Watched to its end, or found ended: where its workflow does not tell, its last publish is the last that is known.
             self._ended_at = self._ended_at or (ended_at if self._was_running else newest)
-            ended_at = self._ended_at
+            ended_at = timed.ended_at if timed is not None else self._ended_at
         self._was_running = state not in _ENDED
         return RunRecord(
             facts=facts,
             state=state,
             waiting_for=self._silence or (status.waiting_for if status is not None else ""),
-            end_reason=status.end_reason if status is not None else self._end_reason,
+            end_reason=status.end_reason if status is not None else (result.end_reason if result is not None else ""),
             started_at=started_at,
             ended_at=ended_at,
+            seconds_before=told.seconds_before if told is not None else 0.0,
             version=head.version if head is not None else -1,
             max_steps=stop.max_steps if stop is not None else self._document.config.stop.max_steps,
             live_step=status.step if status is not None else 0,
@@ -257,6 +263,8 @@ def facts_of(document: RunDocument) -> RunFacts:
         created_at=document.created_at,
         settings=config.model_dump_json(indent=2),
         groups_per_version=config.groups_per_version,
+        groups_per_step=config.learning.groups_per_step,
+        equal_rewards_alarm=config.alarms.zero_variance_fraction.threshold,
         head_poll_seconds=config.timeouts.head_poll_seconds,
         prices=config.prices,
         gpu_usd_an_hour=config.stop.dollars_per_gpu_hour,
@@ -321,12 +329,12 @@ def _latencies(steps: Sequence[StepRow]) -> Mapping[int, float]:
     return {int(metrics["publish_latency_version"]): metrics["publish_latency_seconds"] for metrics in told}
 
 
-def _version_row(link: _Link, done_at: Mapping[int, float], latencies: Mapping[int, float]) -> VersionRow:
-    """`latencies`: as the trainer measured them, by version; for others the manifest's own time stands in."""
+def _version_row(link: _Link, done_at: Mapping[tuple[int, int], float], latencies: Mapping[int, float]) -> VersionRow:
+    """`done_at`: by step and epoch. `latencies`: as the trainer measured them, by version; for others the manifest's own time stands in."""
     manifest = link.manifest
     parent = manifest.parent
-    done = done_at.get(manifest.step, 0.0)
-    # A version that a new lease published again at an old step has no last optimizer step of its own.
+    # A version that a new lease published at an old step has no last optimizer step of its own: the time between is nobody's latency.
+    done = done_at.get((manifest.step, manifest.epoch), 0.0)
     repeated = parent is None or not done or manifest.created_at - done < 0
     return VersionRow(
         version=manifest.version,

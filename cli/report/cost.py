@@ -81,10 +81,10 @@ def cost_curve(record: RunRecord, pulled: int) -> tuple[Spent, ...]:
     """Dollars up to each version's publication and the end."""
     total = cost_of(record, pulled, 0.0)
     moments = sorted({row.published_at for row in record.versions} | {record.ended_at})
-    num_done = len(record.steps)
+    num_done, span = len(record.steps), record.ended_at - record.started_at
     found: list[Spent] = []
     for moment in moments:
-        share = min(1.0, max(0.0, (moment - record.started_at) / record.seconds)) if record.seconds else 0.0
+        share = min(1.0, max(0.0, (moment - record.started_at) / span)) if span > 0 else 0.0
         steps = sum(row.started_at + row.train_seconds <= moment for row in record.steps) / num_done if num_done else share
         requests = (total.writes_usd_r2 + total.reads_usd) * steps
         found.append(Spent((moment - record.started_at) / 60, total.gpu_usd * share, requests, total.egress_usd_r2 * steps))

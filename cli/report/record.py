@@ -88,6 +88,9 @@ class RunFacts:
     settings: str
     """The resolved configuration, as indented JSON."""
     groups_per_version: int
+    groups_per_step: int = 0
+    equal_rewards_alarm: float = 1.0
+    """Share of groups of equal rewards above which the run's alarm rings."""
     head_poll_seconds: float = 10.0
     prices: Prices = field(default_factory=Prices)
     gpu_usd_an_hour: float = 0.0
@@ -138,6 +141,8 @@ class RunRecord:
     end_reason: str = ""
     started_at: float = 0.0
     ended_at: float = 0.0
+    seconds_before: float = 0.0
+    """Time that the run went on before `started_at`, as a resumed one does: without the time between."""
     version: int = -1
     """Of HEAD."""
     max_steps: int = 0
@@ -148,6 +153,10 @@ class RunRecord:
     """Of HEAD."""
     steps: tuple[StepRow, ...] = ()
     """Oldest first, the lineage of HEAD."""
+    noted_dropped: Mapping[str, str] = field(default_factory=dict)
+    """Groups that were dropped and that no step tells of, if the bucket was asked: key -> reason."""
+    noted_refused: Mapping[str, str] = field(default_factory=dict)
+    """The same of groups that were refused."""
     versions: tuple[VersionRow, ...] = ()
     """Oldest first, the chain of HEAD."""
     evaluations: tuple[EvaluationResult, ...] = ()
@@ -177,5 +186,5 @@ class RunRecord:
 
     @property
     def seconds(self) -> float:
-        """From the start to the end, or to the newest fact."""
-        return max(0.0, self.ended_at - self.started_at)
+        """That the run went on, up to its end or the newest fact."""
+        return self.seconds_before + max(0.0, self.ended_at - self.started_at)

@@ -67,6 +67,8 @@ class RunInput:
     """Clean sweeps after which a Mac that the trainer suspects is trusted again, unknowing; 0: it is told and stops."""
     on_trial: tuple[str, ...] = ()
     """Of the quarantined, those that did not know it; with canary_sweeps they go on not knowing it."""
+    seconds_before: float = 0.0
+    """Time that the run went on before it was resumed, without the time between."""
 
 
 @dataclass(frozen=True)
@@ -342,6 +344,8 @@ class RunStatus:
     """Those in force: a resumed run may have others than it was started with."""
     drain_until: float = 0.0
     """Unix seconds at which a draining run ends at the latest; 0 if it does not drain."""
+    seconds_before: float = 0.0
+    """Time that the run went on before it was resumed."""
 
 
 @dataclass(frozen=True)
@@ -357,3 +361,10 @@ class RunResult:
     quarantined: tuple[str, ...] = ()
     on_trial: tuple[str, ...] = ()
     """Of the quarantined, those that do not know it."""
+    started_at: float = 0.0
+    """Unix seconds; 0: its times and limits are not told."""
+    ended_at: float = 0.0
+    seconds_before: float = 0.0
+    """Time that the run went on before it was resumed."""
+    stop: StopConditions = StopConditions()
+    """The limits in force at its end."""

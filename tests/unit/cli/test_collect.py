@@ -107,3 +107,51 @@ def test_of_a_mac_steps_tell_groups_and_tokens_but_no_times() -> None:
     told = sessions_of(steps)["a"]
     assert (told.num_groups, told.num_sampled_tokens, told.version, told.pull_latency_seconds_last) == (4, 60, 1, 0.5)
     assert told.decode_seconds == 0.0, "a manifest has that of the newest sweep alone: sums of it mean nothing"
+
+
+class _Ended(_Gone):
+    """A run of 30 s that was resumed and went on from second 1000 to 1090, with another limit."""
+
+    def result(self, run: str) -> RunResult:
+        stop = StopConditions(max_steps=400)
+        return RunResult(run, "done", 2, 0, gpu_hours=0.5, started_at=1000.0, ended_at=1090.0, seconds_before=30.0, stop=stop)
+
+
+class _StillAnswers(_Ended):
+    """The same one while its workers are there."""
+
+    def status(self, run: str) -> RunStatus:
+        return RunStatus(run, "stopped", "", started_at=1000.0, seconds_before=30.0, stop=StopConditions(max_steps=400))
+
+    def is_running(self, _run: str) -> bool:
+        return False
+
+    def fleet_view(self, _run: str) -> FleetPage:
+        return FleetPage()
+
+    def present(self, _run: str) -> tuple[str, ...]:
+        return ()
+
+    def sessions(self, _run: str, _hosts: tuple[str, ...]) -> tuple[SessionStatus, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("kind", [_Ended, _StillAnswers])
+def test_ended_run_took_as_long_whoever_is_asked(store, tmp_path, kind: type[_Ended]) -> None:
+    run = SmallRun(store, tmp_path)
+    take_step(run, 1, "", {})
+    run.writer.swap(1000, state="stopped")
+    found = Collector(run.document, store, cast(Control, kind(forgotten=False))).collect()
+    assert (found.started_at, found.ended_at, found.seconds, found.max_steps) == (1000.0, 1090.0, 120.0, 400)
+
+
+def test_version_of_a_new_lease_is_not_late_by_the_time_nobody_worked(store, tmp_path) -> None:
+    run = SmallRun(store, tmp_path)
+    key = write_step(store, StepManifest(STEP_FORMAT, "small", 1000, 1, 0, "", (), (), (), {}, {}, time.time() - 136.0, 0.0, 0.1))
+    run.head = run.writer.swap(1000, step=1, step_manifest_key=key)
+    prepared = run.publisher.prepare(run.weights.items(), step=1, epoch=2000, version=0, anchor=True, inline=True)
+    run.publisher.commit(prepared)
+    run.head = run.writer.swap(1000, version=0, manifest_key=prepared.manifest_key, manifest_sha256=prepared.manifest_sha256)
+    child = run.publisher.prepare(run.weights.items(), step=1, epoch=2000, version=1, anchor=False, inline=True)
+    run.writer.swap(1000, version=1, manifest_key=child.manifest_key, manifest_sha256=child.manifest_sha256)
+    assert [row.latency_seconds for row in Collector(run.document, store, None).collect().versions] == [0.0, 0.0]

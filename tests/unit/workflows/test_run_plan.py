@@ -313,7 +313,7 @@ def test_alarm_pauses_or_ends_as_the_run_says() -> None:
 
 def test_step_is_asked_for_in_parts_so_that_the_run_can_say_what_is_missing() -> None:
     rules = replace(RULES, groups_per_step=16, starved_seconds=100.0)
-    state, now, waits = replace(at(8), anchored_version=2), 1000.0, []
+    state, now, waits = at(8, anchored_version=2, num_macs=1), 1000.0, []
     for missing in (12, 10, 9):
         command = plan.next_for_trainer(state, rules, now)
         assert isinstance(command, plan.Train)
@@ -334,7 +334,7 @@ def test_step_is_asked_for_in_parts_so_that_the_run_can_say_what_is_missing() ->
 def test_sentence_counts_groups_of_equal_rewards_until_a_step_is_done() -> None:
     def said(**equal: int) -> tuple[RunProgress, str]:
         result = StepResult("starved", 9, wait_seconds=10.0, num_missing=8, oldest_version=0, equal_rewards=equal)
-        state = apply(result, at(8), RULES, 1010.0)
+        state = apply(result, at(8, num_macs=1), RULES, 1010.0)
         return state, plan.status_of(state, RULES, 1046.0, command=plan.Train(9), since=1040.0).waiting_for
 
     waits = "step 9: waiting for 8 groups of version >= 0 since 46 s"
