@@ -129,12 +129,12 @@ class GrantKeeper:
         return answer
 
     def _refused(self, request: GrantRequest) -> Grant | None:
-        """What a Mac is told that may not take part: to it the run has stopped, so that its session ends after a while."""
+        """What a Mac is told that may not take part: why, and to it the run has stopped."""
         reason = self._tickets.refusal(request) if self._tickets is not None else None
         if reason is None:
             return None
         self._ledger.leave(request.host)
-        return replace(self._empty(request, reason), run_state="stopped")
+        return replace(self._empty(request, reason), run_state="stopped", refused=True)
 
     def on_the_way(self) -> tuple[int, int]:
         """See `ports.Granter`."""

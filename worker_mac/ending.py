@@ -12,6 +12,9 @@ from typing import Final, NoReturn
 
 import structlog
 
+from stoa.contracts.errors import AccessDeniedError, BuildTooOldError
+from stoa.contracts.fleet_messages import Notice
+
 _log = structlog.get_logger(__name__)
 
 LEAVE_SECONDS: Final = 9.5
@@ -37,6 +40,14 @@ class LastCall:
     def cancel(self) -> None:
         """It is not needed any more."""
         self._timer.cancel()
+
+
+def heed(notice: Notice | None) -> None:
+    """End as the run said. Raises BuildTooOldError or AccessDeniedError where that is a failure; a Mac that may leave just leaves."""
+    if notice is not None and notice.kind == "too_old":
+        raise BuildTooOldError(notice.text)
+    if notice is not None and notice.kind == "revoked":
+        raise AccessDeniedError(notice.text, hint="ask who invited you for another token, then `stoa join` with it")
 
 
 def cut_short() -> None:

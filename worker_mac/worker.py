@@ -33,7 +33,6 @@ from stoa.config.run import RunConfig
 from stoa.contracts import names
 from stoa.contracts.errors import (
     AccessDeniedError,
-    BuildTooOldError,
     MacCrashedError,
     MissingExtraError,
     ObjectMissingError,
@@ -45,7 +44,7 @@ from stoa.contracts.errors import (
 )
 from stoa.contracts.fleet_messages import Notice
 from stoa.telemetry import log as telemetry
-from worker_mac.ending import ANEW_SECONDS, FINISH_SECONDS, LEAVE_SECONDS, LastCall, begin_anew, cut_short, leave
+from worker_mac.ending import ANEW_SECONDS, FINISH_SECONDS, LEAVE_SECONDS, LastCall, begin_anew, cut_short, heed, leave
 from worker_mac.guest import GUEST_FILE, Guest
 from worker_mac.identity import Identity, pin_key
 from worker_mac.invited import Entry, enter
@@ -270,8 +269,7 @@ class _Worker:
         _check(self._guest.caution)
         if self._refused is not None:
             raise self._refused
-        if self._notice is not None and self._notice.kind == "too_old":
-            raise BuildTooOldError(self._notice.text)
+        heed(self._notice)
 
     def _leave(self) -> None:
         """We were asked to end."""

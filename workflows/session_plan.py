@@ -153,6 +153,8 @@ def notice_of(state: SessionProgress, kind: str, given: SessionInput) -> Notice:
             return Notice(given.run, given.host, "drained", f"this Mac may leave the run: {state.reason}", ends=True)
         case "too_old":
             return Notice(given.run, given.host, "too_old", state.reason, ends=True)
+        case "revoked":
+            return Notice(given.run, given.host, "revoked", f"this Mac may not take part any more: {state.reason}", ends=True)
         case _:
             return Notice(given.run, given.host, "free", "this Mac plays again")
 
@@ -199,8 +201,10 @@ def on_wait(state: SessionProgress, grant: Grant, given: SessionInput, asked_at:
     """The grant says wait: ask again, at once if it has waited itself, else after a growing while.
 
     A run that has stayed stopped for as long as a lost Mac is waited for ends the session. A session that was started
-    anew, or reset, is told which sweep to go on with.
+    anew, or reset, is told which sweep to go on with. A Mac that may take part no longer is to be told so.
     """
+    if grant.refused:
+        return replace(state, state="refused", reason=grant.reason[:MAX_TEXT], owed="revoked")
     if grant.newest_sweep > state.sweep:
         return replace(state, sweep=grant.newest_sweep, hold_until=0.0)
     waited_itself = now - asked_at >= MAX_EMPTY_SECONDS / 2

@@ -56,6 +56,8 @@ class Grant:
     shipped: tuple[int, ...] = ()
     """Groups of this sweep that are in the bucket already."""
     waits_for: WaitsFor = ""
+    refused: bool = False
+    """The Mac may take part no longer, for `reason`: its owner is told, and its session ends."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ class Notice:
 
     run: str
     host: str
-    kind: Literal["free", "quarantined", "drained", "too_old"]
+    kind: Literal["free", "quarantined", "drained", "too_old", "revoked"]
     text: str
     ends: bool = False
 

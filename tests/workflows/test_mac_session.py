@@ -295,6 +295,18 @@ async def test_old_build_is_refused_and_its_owner_told_what_to_install(skipping:
     assert (world.swept, world.fleet) == ([], [])
 
 
+async def test_revoked_mac_is_told_why_when_it_joins_and_its_session_ends(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client)
+    why = "mac-1 was revoked: sold"
+    world.on_grant = lambda ask: Grant(ask.run, ask.host, ask.sweep, (), reason=why, run_state="stopped", refused=True)
+    start = given()
+    async with session(skipping, start, world) as handle:
+        status = await handle.result()
+    assert (status.state, status.reason) == ("ended", f"refused: {why}")
+    assert world.notices == [Notice(start.run, "mac-1", "revoked", f"this Mac may not take part any more: {why}", ends=True)]
+    assert world.swept == []
+
+
 async def test_worker_is_admitted_once_a_start_and_again_under_another_nonce(skipping: WorkflowEnvironment) -> None:
     world = World(skipping.client)
     world.on_grant = only(2)

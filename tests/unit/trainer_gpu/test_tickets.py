@@ -107,9 +107,9 @@ def test_a_revoked_mac_is_granted_nothing_and_what_it_owed_is_free(handle: RunHa
     assert desk.grant(request(0, host="mac-2", invite="mac-2.00000000"), Reports()).question_ids
     revoke(handle.store, handle.signer, "test", INVITE, "sold")
     answer = desk.grant(request(16), Reports())
-    assert (answer.question_ids, answer.tickets, answer.run_state) == ((), "", "stopped")
+    assert (answer.question_ids, answer.tickets, answer.run_state, answer.refused) == ((), "", "stopped", True)
     assert "sold" in answer.reason
-    assert desk.grant(request(16, invite="mac-1.ffffffff"), Reports()).question_ids  # another invitation of the same host
+    assert desk.grant(request(16, ended_before=16, invite="mac-1.ffffffff"), Reports()).question_ids  # another invitation of the same host
     revoke(handle.store, handle.signer, "test", "mac-1")
     for invite in ("mac-1.ffffffff", ""):
         assert desk.grant(request(17, invite=invite), Reports()).run_state == "stopped"

@@ -123,6 +123,15 @@ def test_run_that_stays_stopped_ends_the_session_and_one_that_is_resumed_does_no
     assert plan.on_wait(state, stopped, GIVEN, 110.0, 110.0).state == "ended"
 
 
+def test_mac_that_may_take_part_no_longer_is_told_so_at_once_and_its_worker_ends() -> None:
+    refused = Grant("demo", "mac-1", 0, (), reason="mac-1 was revoked: sold", run_state="stopped", refused=True)
+    state = plan.on_wait(live(), refused, GIVEN, 10.0, 10.0)
+    assert (state.state, state.owed) == ("refused", "revoked")
+    notice = plan.notice_of(state, state.owed, GIVEN)
+    assert (notice.kind, notice.ends) == ("revoked", True)
+    assert notice.text == "this Mac may not take part any more: mac-1 was revoked: sold"
+
+
 def test_grant_of_a_draining_run_is_not_played() -> None:
     assert plan.may_play(Grant("demo", "mac-1", 0, ("q",)))
     assert not plan.may_play(Grant("demo", "mac-1", 0, ("q",), run_state="draining"))
