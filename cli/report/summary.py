@@ -12,6 +12,7 @@ from typing import Final
 
 from cli.audit import Audit, audit
 from cli.report.cost import Cost, cost_of
+from cli.report.noted import EQUAL_REWARDS
 from cli.report.record import RunRecord, StepRow
 from stoa.contracts.evaluation_messages import EvaluationResult
 from stoa.contracts.fleet_messages import SessionStatus
@@ -26,7 +27,6 @@ _WAITS: Final = {
     "answer": "an answer of the control process",
 }
 """What a session counts its waits by -> in words."""
-_EQUAL_REWARDS: Final = ("all_zero", "all_one", "all_equal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,8 @@ def summarise(record: RunRecord) -> Summary:
         exact_match=change(record.evaluations, lambda e: e.exact_match),
         search_rate=change(record.evaluations, lambda e: e.search_rate),
         groups_trained=sum(len(row.consumed) for row in steps),
-        groups_dropped=dict(Counter(reason for row in steps for reason in row.dropped.values())),
-        groups_refused=dict(Counter(reason for row in steps for _, _, reason in row.refused)),
+        groups_dropped=dict(_dropped(record)),
+        groups_refused=dict(Counter([*(reason for row in steps for _, _, reason in row.refused), *record.noted_refused.values()])),
         gate_drop_rate=step_mean(steps, "gate_drop_rate"),
         staleness_mean=step_mean(steps, "staleness_mean"),
         mismatch_mean=step_mean(steps, "mismatch_mean"),
@@ -200,7 +200,7 @@ def summarise(record: RunRecord) -> Summary:
         idle_reason=idle_reason(record, trainer_idle, mac_idle),
         rollout_time_share=rollout_time_share(record),
         macs=macs,
-        alarms=alarms(steps),
+        alarms=alarms(steps) + starved_alarm(record),
         restarts=dict(record.restarts),
         audit=audit(record),
         survived=survived(record),
@@ -276,19 +276,30 @@ def rollout_time_share(record: RunRecord) -> float:
     return decode / (decode + train) if decode + train else 0.0
 
 
+def _dropped(record: RunRecord) -> Counter[str]:
+    """Reason -> groups, those that only notes tell of too."""
+    return Counter([*(reason for row in record.steps for reason in row.dropped.values()), *record.noted_dropped.values()])
+
+
 def idle_reason(record: RunRecord, trainer: float, mac: float) -> str:
     """What was waited for when a share is above 5 %, and who set the pace by these shares; empty when neither is."""
     said: list[str] = []
+    flat = {what: num for reason, what in EQUAL_REWARDS.items() if (num := _dropped(record)[reason])}
+    equal, used = sum(flat.values()), sum(len(row.consumed) for row in record.steps)
+    if equal and not record.steps:
+        kinds = ", ".join(f"{num} all {what}" for what, num in flat.items())
+        return f"no step could be made: {equal} groups had equal rewards and taught nothing ({kinds})"
     if trainer > 0.05:
-        equal = sum(reason in _EQUAL_REWARDS for row in record.steps for reason in row.dropped.values())
         said.append(f"the trainer waited for groups {trainer:.0%} of its time ({equal} groups had equal rewards and taught nothing)")
     what, share = main_wait(record)
     if mac > 0.05:
         whole = "" if record.sessions_early else ", start-up counted"
         said.append(f"Macs waited {mac:.0%} of their time between sweeps{whole}" + (f", {share}for {what}" if what else ""))
-    if trainer > 0.05 and mac > 0.05:
+    if trainer > 0.05 and mac > 0.05 and equal <= used:
         slower = "the Macs are the slower side: more of them would help" if trainer > mac else "the trainer is the slower side"
         said.append(f"they waited for each other in turns; on the whole {slower}")
+    elif trainer > 0.05 and equal > used:
+        said.append("more than half of the groups taught nothing: other questions would help more than other Macs")
     elif trainer > 0.05:
         said.append("the Macs set the pace: more of them would help")
     elif mac > 0.05 and what in ("", _WAITS["room"]):
@@ -334,16 +345,23 @@ def alarms(steps: Sequence[StepRow]) -> tuple[Alarmed, ...]:
     )
 
 
+def starved_alarm(record: RunRecord) -> tuple[Alarmed, ...]:
+    """That of equal rewards for a step that was not made: its share, had all its groups come at last, is beyond the bound."""
+    facts, flat = record.facts, sum(reason in EQUAL_REWARDS for reason in record.noted_dropped.values())
+    fires = flat and flat > facts.equal_rewards_alarm * (flat + facts.groups_per_step)
+    return (Alarmed(record.step + 1, "zero_variance_fraction"),) if fires else ()
+
+
 def survived(record: RunRecord) -> Survived:
     """What went wrong and did not end the run, by what steps, sessions and whoever started the workers tell."""
-    drops = Counter(reason for row in record.steps for reason in row.dropped.values())
+    drops = _dropped(record)
     bad = {host for row in record.steps for host, share in row.hosts.items() if share.quarantined}
     return Survived(
         trainers_replaced=max(0, len({row.epoch for row in record.steps}) - 1),
         workers_restarted=sum(record.restarts.values()),
         sweeps_redone=sum(session.num_redone for session in record.sessions),
         sweeps_unasked=sum(session.num_unasked for session in record.sessions),
-        groups_refused=sum(len(row.refused) for row in record.steps),
+        groups_refused=sum(len(row.refused) for row in record.steps) + len(record.noted_refused),
         groups_stale=sum(count for reason, count in drops.items() if "stale" in reason),
         macs_quarantined=tuple(sorted(bad | {session.host for session in record.sessions if session.state == "quarantined"})),
         macs_lost=tuple(sorted(session.host for session in record.sessions if session.state == "away")),

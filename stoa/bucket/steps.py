@@ -212,10 +212,15 @@ def read_drop_notes(store: Store, run: str, *, epoch: int = 0, start_after: str 
     A note that cannot be read, or is of another run, tells nothing: step manifests tell the same later.
     """
     listed = store.list(keys.drop_notes_prefix(run, epoch), start_after)
-    return {found.key: _read_note(store, run, found.key) for found in listed}
+    return {found.key: tuple(drop.key for drop in _read_note(store, run, found.key)) for found in listed}
 
 
-def _read_note(store: Store, run: str, key: str) -> tuple[str, ...]:
+def read_noted(store: Store, run: str) -> tuple[Dropped, ...]:
+    """All groups in the drop notes of all leases, with why they will not be trained on; a note tells nothing as above."""
+    return tuple(drop for found in store.list(keys.drop_notes_prefix(run)) for drop in _read_note(store, run, found.key))
+
+
+def _read_note(store: Store, run: str, key: str) -> tuple[Dropped, ...]:
     try:
         data = store.get(key, max_bytes=MAX_STEP_BYTES).data
         parse_canonical(data, key)
@@ -224,7 +229,8 @@ def _read_note(store: Store, run: str, key: str) -> tuple[str, ...]:
         return ()
     if note.run != run or keys.drop_note(run, note.epoch, note.number) != key:
         return ()
-    return tuple(group for group, _ in keys.ours((drop.key for drop in note.dropped), keys.parse_group))
+    ours = {group for group, _ in keys.ours((drop.key for drop in note.dropped), keys.parse_group)}
+    return tuple(drop for drop in note.dropped if drop.key in ours)
 
 
 def _check(manifest: StepManifest, key: str) -> None:

@@ -18,6 +18,7 @@ from stoa.bucket.steps import (
     StepManifest,
     lineage,
     read_drop_notes,
+    read_noted,
     read_step,
     write_drop_note,
     write_step,
@@ -230,6 +231,7 @@ def test_drop_notes_tell_of_groups_before_the_step_does(store):
     assert read_drop_notes(store, RUN, start_after=first) == {second: (group(5),)}
     assert read_drop_notes(store, RUN, epoch=1000) == {first: (group(0), group(1))}
     assert read_drop_notes(store, RUN, epoch=1000, start_after=first) == {}
+    assert read_noted(store, RUN) == ((group(0), "all_one"), (group(1), "stale"), (group(5), "all_zero"))
 
 
 def test_a_drop_note_that_is_damaged_or_copied_tells_nothing_and_hides_no_other(store):

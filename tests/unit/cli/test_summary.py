@@ -92,6 +92,30 @@ def test_pace_is_told_by_the_measured_shares() -> None:
     assert told(0.0, 1.0, {"answer": 1.0}).endswith("for an answer of the control process"), "that is nobody's pace"
 
 
+def test_run_that_made_no_step_says_that_all_rewards_were_equal() -> None:
+    facts = replace(record().facts, groups_per_step=8, equal_rewards_alarm=0.9)
+    noted = {f"g{n}": "all_zero" for n in range(73)} | {"h": "stale"}
+    mac = session("mac-1", idle_seconds=30.0, waits={"version": 25.0})
+    none = record(facts=facts, steps=(), step=0, evaluations=(), sessions=(mac,), noted_dropped=noted, noted_refused={"x": "wrong_state"})
+    found = summarise(none)
+    assert found.groups_dropped == {"all_zero": 73, "stale": 1}
+    assert (found.groups_refused, found.survived.groups_refused, found.survived.groups_stale) == ({"wrong_state": 1}, 1, 1)
+    assert found.idle_reason == "no step could be made: 73 groups had equal rewards and taught nothing (73 all 0)"
+    assert [(one.step, one.alarm) for one in found.alarms] == [(1, "zero_variance_fraction")]
+    del noted["g0"]  # 72 of 80 is the bound itself
+    assert summarise(none).alarms == ()
+
+
+def test_more_macs_do_not_help_a_run_whose_groups_teach_nothing() -> None:
+    steps = tuple(step(n, version=2, wait_seconds=4.5) for n in (1, 2))
+    calm = session("mac-1", idle_seconds=0.0)
+    used = sum(len(row.consumed) for row in steps)
+    few = record(steps=steps, sessions=(calm,), noted_dropped={f"g{n}": "all_one" for n in range(used)})
+    assert summarise(few).idle_reason.endswith("more of them would help")
+    most = replace(few, noted_dropped={f"g{n}": "all_one" for n in range(used + 1)})
+    assert summarise(most).idle_reason.endswith("other questions would help more than other Macs")
+
+
 def test_idle_of_a_run_opened_after_its_end_says_that_its_start_counts() -> None:
     assert "25% of their time between sweeps, start-up counted, for room" in told(0.0, 1.0, {"room": 1.0})
     assert summarise(record()).mac_idle_from_start
