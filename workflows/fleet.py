@@ -194,7 +194,9 @@ def slowest(state: RunProgress) -> str:
     if len(played) < 2:
         return ""
     worst = min(played, key=lambda member: (member.tokens_per_second, member.host))
-    middle = median(member.tokens_per_second for member in played)
+    # Of two there is no middle one.
+    what, than = ("the other has", max) if len(played) == 2 else ("the median is", median)
+    other = than(member.tokens_per_second for member in played)
     place = f" ({worst.place})" if worst.place else ""
     why = worst.slow_because or "its decoding is slow"
-    return f"{worst.host}{place}: {worst.tokens_per_second:g} tokens/s, the median is {middle:g}; {why}"
+    return f"{worst.host}{place}: {worst.tokens_per_second:g} tokens/s, {what} {other:g}; {why}"

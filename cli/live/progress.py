@@ -38,6 +38,7 @@ class Progress:
         self._began = time.monotonic()
         self._told_version = -1
         self._told_evaluations: set[str] = set()
+        self._first = True
         self._told_hosts: dict[str, str] = {}
         self._told_state = ""
 
@@ -80,12 +81,17 @@ class Progress:
         if record.version > self._told_version:
             self._told_version = record.version
             lines.append(f"{self._clock()}{version_line(record, record.max_steps or self._max_steps)}")
+        when = ""
+        if self._first:
+            # Those of before were not made now: of them the newest tells how the run stands.
+            self._first, when = False, "so far, "
+            self._told_evaluations.update(result.evaluation for result in record.evaluations[:-1])
         for result in record.evaluations:
             if result.evaluation not in self._told_evaluations:
                 self._told_evaluations.add(result.evaluation)
                 low, high = result.interval_95
                 lines.append(
-                    f"{self._clock()}held-out at version {result.version}: pass@1 {result.pass_at_1:.3f} ({low:.3f} to {high:.3f}), "
+                    f"{self._clock()}{when}held-out at version {result.version}: pass@1 {result.pass_at_1:.3f} ({low:.3f} to {high:.3f}), "
                     f"search rate {result.search_rate:.3f}, {result.num_questions} questions"
                 )
         return lines

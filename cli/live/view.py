@@ -186,9 +186,10 @@ def slowest_line(sessions: Sequence[SessionStatus]) -> str:
     if len(playing) < 2:
         return ""
     slow = min(playing, key=lambda s: (s.tokens_per_second, s.host))
-    middle = median(s.tokens_per_second for s in playing)
+    # Of two there is no middle one.
+    what, than = ("the other", max) if len(playing) == 2 else ("the middle one", median)
     why = f": {slow.slow_because}" if slow.slow_because else ""
-    return f"slowest: {slow.host} at {slow.tokens_per_second:.0f} tokens/s, the middle one {middle:.0f}{why}"
+    return f"slowest: {slow.host} at {slow.tokens_per_second:.0f} tokens/s, {what} {than(s.tokens_per_second for s in playing):.0f}{why}"
 
 
 def bandwidth_lines(record: RunRecord, rates: Rates) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ def test_snapshot_shows_run_fleet_bandwidth_and_alarms_in_80_columns() -> None:
         "version 2  step 4 of 8  reward 0.40",
         "pass@1 0.800 (0.000 to 1.000) at version 2",
         "waits: groups, since 3 s",
-        "slowest: mac-1 at 100 tokens/s, the middle one 150: pull",
+        "slowest: mac-1 at 100 tokens/s, the other 200: pull",
         "alarm: k3 at step 2 (0.7)",
         "quit",
     ):
@@ -283,7 +283,10 @@ def test_alarms_are_told_once_newest_first_and_shut_out_macs_before_them() -> No
 
 
 def test_slowest_needs_two_that_play() -> None:
-    assert slowest_line((session("a", tokens_per_second=1.0),)) == ""
+    one, two, three = (session(host, tokens_per_second=speed) for host, speed in (("a", 1.0), ("b", 3.0), ("c", 9.0)))
+    assert slowest_line((one,)) == ""
+    assert slowest_line((one, two)) == "slowest: a at 1 tokens/s, the other 3"
+    assert slowest_line((one, two, three)) == "slowest: a at 1 tokens/s, the middle one 3"
 
 
 def test_timeline_marks_each_slice_of_time() -> None:

@@ -21,7 +21,7 @@ def lines_of(*records: object) -> list[str]:
 
 def test_pipe_gets_each_fact_once() -> None:
     lines = lines_of(record(), record(), record())
-    assert len(lines) == len(set(lines)) == 1 + 2 + 1 + 2
+    assert len(lines) == len(set(lines)) == 1 + 2 + 1 + 1
     assert sum("version 2  step 4/96" in line for line in lines) == 1
 
 
@@ -99,3 +99,10 @@ def test_speed_of_a_mac_is_that_which_other_screens_show() -> None:
     text = "\n".join(shown(record(state="running", sessions=(session("mac-1", tokens_per_second=718.4),))))
     assert " 718 " in text
     assert "2000" not in text, "over all its decoding: another number, which the report has"
+
+
+def test_evaluations_of_before_are_not_told_as_if_made_now() -> None:
+    """A resumed run has many; the newest says how it stands."""
+    old, new = (evaluation(0, 0.2), evaluation(2, 0.4)), evaluation(4, 0.6)
+    lines = [line for line in lines_of(record(evaluations=old), record(evaluations=(*old, new))) if "held-out" in line]
+    assert [line.split("  ")[-1].split(":")[0] for line in lines] == ["so far, held-out at version 2", "held-out at version 4"]

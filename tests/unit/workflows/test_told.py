@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from stoa.contracts.evaluation_messages import EvaluationPlan
 from stoa.contracts.messages import RunInput, StopConditions
-from workflows import plan
+from workflows import fleet, plan
 from workflows.state import Member, RunProgress
 
 RULES = RunInput("demo", StopConditions(max_steps=12), EvaluationPlan(), seconds_before=30.0)
@@ -39,3 +39,10 @@ def test_result_has_the_times_and_limits_of_a_run_that_is_gone() -> None:
     assert (told.started_at, told.ended_at, told.seconds_before) == (1000.0, 1050.0, 30.0)
     assert told.stop == StopConditions(max_steps=12)
     assert plan.status_of(STATE, RULES, 1050.0, command=None, since=0.0).seconds_before == 30.0
+
+
+def test_of_two_macs_there_is_no_median() -> None:
+    two = (Member("a", tokens_per_second=40.0, slow_because="heat"), Member("b", tokens_per_second=60.0))
+    assert fleet.slowest(replace(STATE, members=two)) == "a: 40 tokens/s, the other has 60; heat"
+    three = (*two, Member("c", tokens_per_second=90.0))
+    assert fleet.slowest(replace(STATE, members=three)) == "a: 40 tokens/s, the median is 60; heat"
