@@ -7,6 +7,7 @@ the workflow starts only after run.json is there.
 import asyncio
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,12 +16,20 @@ from activities.connection import setup_namespace
 from cli.temporal import Control
 from environments import registry
 from stoa.bucket import keys
+from stoa.bucket.head import Head, read_head
 from stoa.bucket.manifest import Signer
 from stoa.bucket.run_document import RunDocument, claim_run, new_run, read_run, upload_model_files
 from stoa.bucket.store import Store
 from stoa.config.load import bucket_credentials, signing_seed, temporal_access
-from stoa.config.run import RunConfig
-from stoa.contracts.errors import CheckpointError, RunExistsError, RunMismatchError, SignatureError
+from stoa.config.run import RunConfig, Stop
+from stoa.contracts.errors import (
+    CheckpointError,
+    ObjectMissingError,
+    RunExistsError,
+    RunMismatchError,
+    SignatureError,
+    UsageError,
+)
 from stoa.contracts.evaluation_messages import EvaluationPlan
 from stoa.contracts.messages import RunInput, StopConditions
 from stoa.weights.layout import Layout, layout_of
@@ -186,7 +195,21 @@ def _go_on(config: RunConfig, store: Store, control: Control, state: Path | None
         raise SignatureError(f"run {config.run} was signed with another key than this host's", hint="set STOA_SIGNING_KEY to the run's key")
     if control.is_running(config.run):
         raise RunExistsError(f"run {config.run} has not stopped", hint=f"see `stoa status {config.run}`; `stoa resume` undoes a pause")
+    with suppress(ObjectMissingError):  # stopped before its first version
+        refuse_spent_limits(config.stop, read_head(store, config.run, document.public_key)[0])
     return document
+
+
+def refuse_spent_limits(stop: Stop, head: Head) -> None:
+    """Raises UsageError if a stopped run would end at once because it is at a limit of steps or versions, or past it."""
+    if head.state != "stopped":
+        return
+    for name, limit, done in (("max_steps", stop.max_steps, head.step), ("max_versions", stop.max_versions, head.version)):
+        if 0 < limit <= done:
+            raise UsageError(
+                f"run {head.run} has done {done} {name[4:]} and would end at once: stop.{name} is {limit}",
+                hint=f"set a higher limit, for example `--set stop.{name}={done + limit}`, or 0 for none",
+            )
 
 
 def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cli.launch import check, run_input
+from cli.launch import check, refuse_spent_limits, run_input
 from stoa.config.load import PROJECT_ROOT, load_run
-from stoa.contracts.errors import CheckpointError
+from stoa.config.run import Stop
+from stoa.contracts.errors import CheckpointError, UsageError
 from stoa.contracts.messages import StopConditions
+from tests.unit.weights.small_run import SmallRun
 
 
 @pytest.fixture
@@ -48,3 +50,24 @@ def test_workflow_is_told_all_that_ends_a_run_and_how_anchors_come() -> None:
     told = run_input(load_run(None, sets, environ={}))
     assert told.stop == StopConditions(7, 3, 120.0, 0.5, 12.5, 40.0, 2.5, on_alarm=True)
     assert (told.anchor_by_join_cost, told.groups_per_step, told.starved_seconds) == (True, 6, 77.0)
+
+
+def test_stopped_run_at_its_limit_is_not_resumed_to_end_at_once(store, tmp_path: Path) -> None:
+    run = SmallRun(store, tmp_path)
+    run.head = run.writer.swap(1000, step=106, version=26, state="stopped")
+    with pytest.raises(UsageError) as caught:
+        refuse_spent_limits(Stop(max_steps=96), run.head)
+    assert caught.value.message == "run small has done 106 steps and would end at once: stop.max_steps is 96"
+    assert "`--set stop.max_steps=202`" in caught.value.hint
+    with pytest.raises(UsageError, match=r"has done 106 steps"):
+        refuse_spent_limits(Stop(max_steps=106), run.head)
+    with pytest.raises(UsageError, match=r"has done 26 versions .*: stop\.max_versions is 24"):
+        refuse_spent_limits(Stop(max_steps=0, max_versions=24), run.head)
+    refuse_spent_limits(Stop(max_steps=107, max_versions=27), run.head)
+    refuse_spent_limits(Stop(max_steps=0, max_versions=0, max_minutes=1), run.head)
+
+
+def test_run_that_was_cut_off_while_it_ended_may_be_ended(store, tmp_path: Path) -> None:
+    run = SmallRun(store, tmp_path)
+    run.head = run.writer.swap(1000, step=96, state="draining")
+    refuse_spent_limits(Stop(max_steps=96), run.head)
