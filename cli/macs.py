@@ -11,6 +11,7 @@ from typing import Final, Protocol
 from cli.report.record import RunRecord
 from stoa.contracts.errors import RunMissingError, ServiceError
 from stoa.contracts.fleet_messages import FleetMember, FleetPage, SessionStatus
+from stoa.contracts.sealed import host_of, is_invite
 
 _BARRED: Final = ("quarantined", "drained")
 
@@ -71,6 +72,21 @@ def macs_or_left(control: Fleet, run: str, collect: Callable[[], RunRecord]) -> 
         if record.state not in ("stopped", "failed"):
             raise
         return Macs(record.sessions, 0, ""), record.state
+
+
+def with_revoked(macs: Macs, revoked: Mapping[str, str]) -> Macs:
+    """`macs`, and as refused those that were revoked: by their name, or by an invitation (then only one that plays no more).
+
+    revoked: hosts and ids of invitations -> why, in a sentence.
+    """
+    rows = {one.host: one for one in macs.sessions}
+    for what, why in revoked.items():
+        host = host_of(what) if is_invite(what) else what
+        row = rows.get(host, SessionStatus(host, "refused", 0, -1))
+        if host == what or row.state not in ("live", "resting", *_BARRED):
+            rows[host] = replace(row, state="refused", reason=why)
+    sessions = tuple(rows[host] for host in sorted(rows))
+    return replace(macs, sessions=sessions)
 
 
 def _row(member: FleetMember | None, said: SessionStatus | None) -> SessionStatus:

@@ -7,17 +7,21 @@ from cli.arguments import AsJson, RunArgument, Servers
 
 
 def fleet(run: RunArgument, /, *, config: Servers = None, as_json: AsJson = False) -> None:
-    """The Macs of a run, the fastest first, with what slows each; quarantined and drained ones with the reason."""
+    """The Macs of a run, the fastest first, with what slows each; quarantined, drained and revoked ones with the reason."""
     from rich.console import Console
     from rich.table import Table
 
     from cli.follow import PIPE_COLUMNS, find_run
     from cli.live.view import slowest_line
-    from cli.macs import macs_or_left
+    from cli.macs import macs_or_left, with_revoked
+    from stoa.bucket.revocations import Revoked
     from stoa.contracts import names
 
     with find_run(run, config) as found:
         macs, ended = macs_or_left(found.control, run, found.collector.collect)
+        revoked = Revoked(found.store, run, found.document.public_key)
+        revoked.look()
+    macs = with_revoked(macs, revoked.sentences())
     sessions = sorted(macs.sessions, key=lambda one: (-one.tokens_per_second, one.host))
     slowest = macs.slowest if macs.num_unlisted else slowest_line(sessions).removeprefix("slowest: ")
     if as_json:

@@ -101,6 +101,10 @@ class Revoked:
                     self._fresh_until = self._clock() + self._look_seconds
         return self.known(host, invite)
 
+    def sentences(self) -> dict[str, str]:
+        """What was revoked, hosts and ids of invitations -> the same sentence, as seen at the last look."""
+        return {what: self.known(what, "") or "" for what in self._reasons}
+
     def known(self, host: str, invite: str) -> str | None:
         """As `reason`, by what was seen at the last look: for who must not wait for the bucket."""
         for what in (host, invite, host_of(invite)):

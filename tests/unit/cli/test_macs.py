@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cli.macs import macs_of, macs_or_left
+from cli.macs import Macs, macs_of, macs_or_left, with_revoked
 from stoa.contracts.errors import ServiceUnavailableError
 from stoa.contracts.fleet_messages import FleetMember, FleetPage, SessionStatus
 from tests.unit.cli.records import record, session
@@ -86,3 +86,21 @@ def test_of_a_run_that_has_ended_the_macs_last_words_are_told() -> None:
     assert macs_or_left(Control(said=(playing("mac-1", 100.0),)), "demo", record)[1] == ""
     with pytest.raises(ServiceUnavailableError):
         macs_or_left(Silent(), "demo", lambda: record(state="running"))
+
+
+def test_revoked_macs_are_shown_as_refused_with_the_reason() -> None:
+    away = SessionStatus("mac-2", "away", 3, 7, reason="said goodbye")
+    macs = Macs((playing("mac-1", 50.0), away), 1, "")
+    why = {
+        "mac-3": "mac-3 was revoked: sold",
+        "mac-2.0123abcd": "mac-2.0123abcd was revoked",
+        "mac-1.0123abcd": "mac-1.0123abcd was revoked",
+    }
+    shown = with_revoked(macs, why).sessions
+    # mac-1 plays on, with another invitation
+    assert [(one.host, one.state, one.reason) for one in shown] == [
+        ("mac-1", "live", ""),
+        ("mac-2", "refused", "mac-2.0123abcd was revoked"),
+        ("mac-3", "refused", "mac-3 was revoked: sold"),
+    ]
+    assert with_revoked(macs, {"mac-1": "mac-1 was revoked"}).sessions[0].state == "refused"

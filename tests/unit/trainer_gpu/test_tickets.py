@@ -147,7 +147,7 @@ def test_a_mac_without_a_ticket_for_what_it_has_gets_one(handle: RunHandle, stor
     desk.grant(request(), Reports())
     lost, granted = group(3, 0, 1), group(9, 0, 1)
     unsent = (lost, granted, group(0, 0, 1), group(5, 9, 0), group(5, 0, 60), group(5, 0, 1, "mac-2"), keys.head("test"), "x")
-    renewed = desk.grant(request(1, unsent=unsent), Reports())
+    renewed = desk.grant(request(1, ended_before=1, unsent=unsent), Reports())
     assert lost in covered(renewed)  # granted, and of a version that still counts
     assert covered(renewed) & set(unsent) == {lost}
     old = replace(renewed, tickets="")
