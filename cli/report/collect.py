@@ -177,7 +177,7 @@ class Collector:
         """Of a run that HEAD calls ended and whose workers are gone: what its workflows left as results, else what its steps tell."""
         if self._control is None or self._status is not None or self._head is None or self._head.state not in _ENDED:
             return
-        self._silence = ""
+        self._silence = self._silence if self._away else ""
         try:
             result = self._control.result(self._document.run)
         except (ServiceError, RunMissingError):

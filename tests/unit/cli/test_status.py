@@ -25,4 +25,6 @@ def test_status_says_that_temporal_is_away_and_fails(
     assert "of the first start" in told.out, "time and limits may be others since"
     run.writer.swap(1000, state="stopped")
     assert status("small") is None, "how it is stands in the bucket"
-    assert "error" not in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "error" not in told.err
+    assert "of the first start" in told.out, "who resumed it is told by Temporal alone"
