@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+import environments.registry
 from cli.main import build, run
 from cli.say import Exit
 from environments.base import Environment
@@ -34,6 +35,20 @@ def test_the_thirty_lines_are_a_working_environment() -> None:
     assert environment.question_ids("held_out") == ("brain",)
     assert environment.reply("brain", [answer]).stop_reason == "answered"
     assert [environment.score("brain", [turn]).reward for turn in (answer, wrong, answer[:-1])] == [1.0, 0.0, 0.0]
+
+
+def test_the_lines_of_the_registry_make_it_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,), (diff,) = blocks(WRITE, "python"), blocks(WRITE, "diff")
+    spell = ModuleType("environments.spell")
+    exec(compile(source, "spell.py", "exec"), spell.__dict__)
+    monkeypatch.setattr(environments, "spell", spell, raising=False)
+    imported, opening, entry = diff.splitlines()
+    registry = Path(environments.registry.__file__).read_text()
+    assert registry.count(opening[1:]) == 1
+    changed = ModuleType("environments.registry")
+    exec(compile(registry.replace(opening[1:], "\n".join((imported[1:], opening[1:], entry[1:]))), "registry.py", "exec"), changed.__dict__)
+    assert changed.names() == sorted([*environments.registry.names(), "spell"])
+    assert changed.create("spell", {}, TOKENIZER.to_str().encode()).question_ids("held_out") == ("brain",)
 
 
 @pytest.mark.parametrize("text", [*blocks(WRITE, "toml"), *blocks(PAPERS, "toml")])
