@@ -101,7 +101,14 @@ class Control:
         except (ServiceError, RunMissingError):
             return start
         seconds = before.seconds_before + max(0.0, before.ended_at - before.started_at)
-        return replace(start, gpu_hours=before.gpu_hours, quarantined=before.quarantined, on_trial=before.on_trial, seconds_before=seconds)
+        return replace(
+            start,
+            gpu_hours=before.gpu_hours,
+            quarantined=before.quarantined,
+            drained=before.drained,
+            on_trial=before.on_trial,
+            seconds_before=seconds,
+        )
 
     def fleet(self, run: str) -> tuple[FleetMember, ...]:
         """Members of the run's fleet that are listed, all pages."""

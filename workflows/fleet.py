@@ -156,6 +156,11 @@ def quarantined(state: RunProgress) -> tuple[str, ...]:
     return tuple(one.host for one in state.banned if one.state == "quarantined")
 
 
+def drained(state: RunProgress) -> tuple[str, ...]:
+    """Hosts that were let go and stay out until they are released."""
+    return tuple(one.host for one in state.banned if one.state == "drained")
+
+
 def on_trial(state: RunProgress) -> tuple[str, ...]:
     """Of them, those that do not know it."""
     return tuple(one.host for one in state.banned if one.on_trial)

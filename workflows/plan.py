@@ -393,6 +393,7 @@ def result_of(state: RunProgress, rules: RunInput, now: float) -> RunResult:
         stop=rules.stop,
         quarantined=fleet.quarantined(state),
         on_trial=fleet.on_trial(state),
+        drained=fleet.drained(state),
     )
 
 

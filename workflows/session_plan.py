@@ -150,7 +150,8 @@ def notice_of(state: SessionProgress, kind: str, given: SessionInput) -> Notice:
             text = f"this run takes no more groups from this Mac: {state.reason}"
             return Notice(given.run, given.host, "quarantined", text)
         case "drained":
-            return Notice(given.run, given.host, "drained", f"this Mac may leave the run: {state.reason}", ends=True)
+            text = f"this Mac may leave the run: {state.reason}; it may come back once the run's owner releases it"
+            return Notice(given.run, given.host, "drained", text, ends=True)
         case "too_old":
             return Notice(given.run, given.host, "too_old", state.reason, ends=True)
         case "revoked":

@@ -255,6 +255,7 @@ def first_run_progress(given: RunInput, now: float) -> RunProgress:
         return _load(given.carried, RunProgress)
     tried = given.on_trial if given.canary_sweeps else ()
     banned = tuple(Banned(host, "quarantined", "since before the run was resumed", host in tried) for host in given.quarantined)
+    banned += tuple(Banned(host, "drained", "drained before the run was resumed") for host in given.drained)
     return RunProgress(started_at=now, gpu_seconds=given.gpu_hours * 3600.0, banned=banned)
 
 

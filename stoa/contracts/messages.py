@@ -69,6 +69,8 @@ class RunInput:
     """Of the quarantined, those that did not know it; with canary_sweeps they go on not knowing it."""
     seconds_before: float = 0.0
     """Time that the run went on before it was resumed, without the time between."""
+    drained: tuple[str, ...] = ()
+    """Hosts that were drained before the run was resumed."""
 
 
 @dataclass(frozen=True)
@@ -368,3 +370,4 @@ class RunResult:
     """Time that the run went on before it was resumed."""
     stop: StopConditions = StopConditions()
     """The limits in force at its end."""
+    drained: tuple[str, ...] = ()

@@ -151,6 +151,14 @@ def test_suspect_plays_on_unknowing_until_its_canaries_are_clean() -> None:
     assert (fleet.quarantined(state), fleet.on_trial(state), state.banned, state.untold) == ((), (), (), ())
 
 
+def test_drained_mac_stays_out_when_the_run_is_resumed() -> None:
+    ended = plan.result_of(apply(Decided("mac-2", "drained", "thank you"), at(8), RULES, 0.0), RULES, 1.0)
+    assert (ended.drained, ended.quarantined) == (("mac-2",), ())
+    state = first_run_progress(replace(RULES, drained=ended.drained), 0.0)
+    assert fleet.standing_of(state, "demo", "mac-2").state == "drained"
+    assert fleet.quarantined(state) == ()
+
+
 def test_suspect_plays_on_unknowing_when_the_run_is_resumed() -> None:
     rules = replace(CANARIES, quarantined=("mac-1", "mac-2"), on_trial=("mac-1",))
     state = first_run_progress(rules, 0.0)
