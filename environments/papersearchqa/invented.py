@@ -9,7 +9,8 @@ import argparse
 import gzip
 import json
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -193,14 +194,14 @@ def _terms(draw: random.Random, count: int) -> str:
     return " ".join(f"{name(7, int(_NUM_TERMS ** draw.random()))}{('al', 'ic', 'oid')[draw.randrange(3)]}" for _ in range(count))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Write a set to a folder; the shipped one with --small."""
     parser = argparse.ArgumentParser(description="Write an invented corpus and questions about it.")
     parser.add_argument("folder", type=Path, nargs="?", default=SMALL)
     parser.add_argument("--papers", type=int, default=SMALL_PAPERS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="write the set that is shipped")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     if asked.small:
         write_small(asked.folder)
         return
@@ -209,6 +210,11 @@ def main() -> None:
     for split, found in questions(asked.seed, asked.papers).items():
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
         (asked.folder / f"{split}.jsonl").write_text(lines, "utf-8")
+    sys.stderr.write(
+        f"{asked.papers:,} invented papers and their questions are in {asked.folder}; next:\n"
+        f"  stoa search questions {asked.folder} {asked.folder}/questions --transfer {asked.folder}/transfer.jsonl\n"
+        f"  stoa search index {asked.folder}/corpus.jsonl {asked.folder}/index\n"
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import environments.registry
 from cli.main import build, run
 from cli.say import Exit
 from environments.base import Environment
+from environments.papersearchqa import invented
 from environments.papersearchqa.env import PaperSearchSettings
 from environments.verifiers_v1 import VerifiersSettings
 from tests.unit.chat.conftest import character_tokenizer
@@ -61,7 +62,7 @@ def test_settings_of_the_guides_are_settings(text: str) -> None:
 
 def test_commands_of_the_guides_are_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands = [line.replace("DATA", str(tmp_path)) for block in blocks(PAPERS, "console") for line in block.splitlines()]
-    named = {tuple(line.split()[:3]) for line in commands if line.startswith("stoa")}
+    named = {tuple(line.split()[:3]) for line in commands if line.startswith("stoa search")}
     assert named == {("stoa", "search", name) for name in ("fetch", "questions", "index", "ask")}
     for _, _, name in sorted(named):
         build()(["search", name, "--help"], exit_on_error=False)
@@ -73,3 +74,19 @@ def test_commands_of_the_guides_are_commands(tmp_path: Path, capsys: pytest.Capt
     assert words is not None
     assert run([*words[1].split(), words[2]]) == Exit.DONE
     assert "cyclooxygenase" in capsys.readouterr().err
+
+
+def test_shipped_settings_pass_with_the_model_that_the_guide_names() -> None:
+    (check,) = [line for block in blocks(PAPERS, "console") for line in block.splitlines() if line.startswith("stoa config check")]
+    assert run(check.split()[1:]) == Exit.DONE
+
+
+def test_invented_papers_become_questions_of_all_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (first,) = [block for block in blocks(PAPERS, "console") if "invented DATA" in block]
+    write, clean, index = first.replace("DATA", str(tmp_path)).splitlines()
+    invented.main([*write.split()[3:-1], "400"])
+    said = capsys.readouterr().err
+    assert clean in said and index in said, "the next commands, as the guide has them"
+    assert run(clean.split()[1:]) == Exit.DONE
+    kept = dict(re.findall(r"(\w+): ([\d,]+) read", capsys.readouterr().err))
+    assert kept.keys() == {"train", "held_out", "transfer"} and "0" not in kept.values()
