@@ -71,7 +71,7 @@ def examine_hosts(path: Path, scene: Scene, probe: Probe | None = None, *, port:
         if on_a_wire:
             links = [pool.submit(_check_link, probe, one) for one in seen[1:] if one.address and not one.host.is_here]
             found += [finding for link in links for finding in link.result()]
-    strengths = [_strength(one, scene) for one in seen]
+    strengths = strengths_of(seen, scene)
     return [*found, _check_port(probe, LOCAL, port + CONTROL_OFFSET), check_split(scene, strengths, hosts, split)]
 
 
@@ -201,9 +201,12 @@ def _check_port(probe: Probe, host: WiredHost, port: int) -> Finding:
     return warn(name, f"in use by {rows[0].split()[0]}", "nothing: another port is tried (bind error 48 or 49)")
 
 
-def _strength(seen: Seen, scene: Scene) -> Strength:
-    limit = seen.host.memory_bytes or int(seen.memory_bytes * scene.allowed.memory_fraction)
-    return Strength(limit or None, float(seen.host.bandwidth_bytes or 1))
+def strengths_of(seen: Sequence[Seen], scene: Scene) -> list[Strength]:
+    """Of each Mac. Memory whose speed is not stated counts as quick as the mean of the others': only the set itself measures it."""
+    stated = [one.host.bandwidth_bytes for one in seen if one.host.bandwidth_bytes]
+    usual = sum(stated) / len(stated) if stated else 1.0
+    limits = [one.host.memory_bytes or int(one.memory_bytes * scene.allowed.memory_fraction) for one in seen]
+    return [Strength(limit or None, float(one.host.bandwidth_bytes or usual)) for one, limit in zip(seen, limits, strict=True)]
 
 
 def check_split(scene: Scene, macs: Sequence[Strength], hosts: Sequence[WiredHost], split: Split = "pipeline") -> Finding:
@@ -227,4 +230,6 @@ def check_split(scene: Scene, macs: Sequence[Strength], hosts: Sequence[WiredHos
         f"{span.start} to {span.stop - 1} on {host.ssh} ({bytes_text(num_bytes_of(scene.layout, span, config.num_layers))})"
         for span, host in zip(spans, hosts, strict=True)
     ]
+    if not all(host.bandwidth_bytes for host in hosts):
+        known += "; if memory is as quick on all: the set measures it as it starts, unless hosts.json says bandwidth_bytes"
     return good(name, f"{', '.join(parts)}{known}")

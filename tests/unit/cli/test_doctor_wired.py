@@ -149,6 +149,19 @@ def test_a_model_that_does_not_fit_is_told_before_anything_starts(tmp_path: Path
     assert found.verdict == "fail" and "do not fit these 2 Macs" in found.found and "wire one more" in found.fix
 
 
+def test_the_layers_that_doctor_tells_are_a_guess_until_all_speeds_are_stated(tmp_path: Path) -> None:
+    def told(here: int, there: int) -> str:
+        speeds = {"127.0.0.1": here, "mini.local": there}
+        rows = [{"ssh": ssh} | ({"bandwidth_bytes": speed} if speed else {}) for ssh, speed in speeds.items()]
+        return look(Desk(), tmp_path, rows)["layers"].found
+
+    alike, _, guess = told(0, 0).partition("; ")
+    assert guess.startswith("if memory is as quick on all: the set measures it")
+    assert told(0, 10**11).partition("; ")[0] == told(10**11, 0).partition("; ")[0] == alike, "one speed alone says nothing of the other"
+    assert told(10**11, 10**11) == alike
+    assert told(10**10, 10**11) != alike
+
+
 def test_what_of_each_layer_goes_where_is_told_of_a_tensor_split(tmp_path: Path) -> None:
     scene, macs = scene_of(load_run(None), "mac", tmp_path), [Strength(None, 1.0)] * 2
     found = wired.check_split(scene, macs, (WiredHost("127.0.0.1"), MINI), "tensor")
