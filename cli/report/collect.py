@@ -63,6 +63,7 @@ class Collector:
         self._status: RunStatus | None = None
         self._silence = ""
         self._away = ""
+        self._begins = False
         self._result: RunResult | None = None
         self._ended_at = 0.0
         self._was_running = False
@@ -151,7 +152,7 @@ class Collector:
         if self._control is None:
             return
         run = self._document.run
-        self._away = ""
+        self._away, self._begins = "", False
         try:
             self._status = self._control.status(run)
             # A Mac that left is kept: its session's last answer stands.
@@ -177,8 +178,13 @@ class Collector:
         """Of a run that HEAD calls ended and whose workers are gone: what its workflows left as results, else what its steps tell."""
         if self._control is None or self._status is not None or self._head is None or self._head.state not in _ENDED:
             return
-        self._silence = self._silence if self._away else ""
         try:
+            # One that was resumed and has no workers yet: its result would be waited for.
+            self._begins = self._control.is_running(self._document.run)
+            if self._begins:
+                self._result = None
+                return
+            self._silence = ""
             result = self._control.result(self._document.run)
         except (ServiceError, RunMissingError):
             pass  # Temporal is away, or has forgotten the run
@@ -214,7 +220,7 @@ class Collector:
         stop = told.stop if told is not None else None
         facts = facts_of(self._document)
         facts = replace(facts, gpu_usd_an_hour=stop.dollars_per_gpu_hour) if stop is not None else facts
-        state = status.state if status is not None else (head.state if head is not None else "created")
+        state = status.state if status is not None else (head.state if head is not None and not self._begins else "created")
         steps = tuple(_step_row(key, manifest) for key, manifest in self._steps)
         started_at = (told.started_at if told is not None else 0.0) or facts.created_at
         done_at = {(row.step, row.epoch): row.started_at + row.train_seconds for row in steps}

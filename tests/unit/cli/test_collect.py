@@ -74,6 +74,9 @@ class _Gone:
     def status(self, _run: str) -> RunStatus:
         raise ServiceUnavailableError("its control process does not answer")
 
+    def is_running(self, _run: str) -> bool:
+        return False
+
     def result(self, run: str) -> RunResult:
         if self._forgotten:
             raise RunMissingError(f"run {run}: no such run")
@@ -123,9 +126,6 @@ class _StillAnswers(_Ended):
     def status(self, run: str) -> RunStatus:
         return RunStatus(run, "stopped", "", started_at=1000.0, seconds_before=30.0, stop=StopConditions(max_steps=400))
 
-    def is_running(self, _run: str) -> bool:
-        return False
-
     def fleet_view(self, _run: str) -> FleetPage:
         return FleetPage()
 
@@ -155,3 +155,21 @@ def test_version_of_a_new_lease_is_not_late_by_the_time_nobody_worked(store, tmp
     child = run.publisher.prepare(run.weights.items(), step=1, epoch=2000, version=1, anchor=False, inline=True)
     run.writer.swap(1000, version=1, manifest_key=child.manifest_key, manifest_sha256=child.manifest_sha256)
     assert [row.latency_seconds for row in Collector(run.document, store, None).collect().versions] == [0.0, 0.0]
+
+
+class _Begins(_Gone):
+    """A run that was resumed, and whose workers are still to come: its result would be waited for to its end."""
+
+    def is_running(self, _run: str) -> bool:
+        return True
+
+    def result(self, run: str) -> RunResult:
+        raise AssertionError(f"run {run}: this would wait")
+
+
+def test_resumed_run_is_shown_before_its_workers_are_there(store, tmp_path) -> None:
+    run = SmallRun(store, tmp_path)
+    take_step(run, 1, "", {})
+    run.writer.swap(1000, state="stopped")
+    found = Collector(run.document, store, cast(Control, _Begins(forgotten=False))).collect()
+    assert (found.state, found.waiting_for) == ("created", "waiting for the trainer's control process to start")
