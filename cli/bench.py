@@ -15,7 +15,7 @@ from cli.doctor.bucket import measure_line
 from cli.doctor.machine import memory_plan
 from cli.doctor.open import open_scene, scene_of
 from cli.doctor.scene import Scene
-from cli.say import bytes_text, talk
+from cli.say import bytes_text, counted, talk
 from stoa.bucket.head import read_head
 from stoa.bucket.steps import lineage
 from stoa.config.load import state_folder
@@ -106,7 +106,8 @@ def read(text: str, *, line: tuple[float, float | None] | None = None, run_token
 def sentences(rates: Rates) -> Iterator[str]:
     """What a person reads."""
     at_knee, best = rates.tokens_per_second[rates.knee_groups], max(rates.tokens_per_second.values())
-    yield f"knee        {rates.knee_groups} groups of {rates.group_size}: {at_knee:.0f} tokens/s, {at_knee / best:.0%} of the best"
+    groups = counted(rates.knee_groups, "group")
+    yield f"knee        {groups} of {rates.group_size}: {at_knee:.0f} tokens/s, {at_knee / best:.0%} of the best"
     yield f"a step      {rates.step_seconds * 1e3:.0f} ms on {rates.device}; at most {bytes_text(rates.peak_bytes)} in use"
     update = rates.update
     yield (

@@ -62,7 +62,9 @@ def tell(folder: Path, summary: "Summary") -> None:
     say.talk(f"{summary.versions} versions, {summary.steps} steps in {say.time_text(summary.seconds)}: {summary.end_reason}")
     if exam.num_questions:
         low, high = exam.interval_95
-        say.talk(f"held-out pass@1 {exam.start:.3f} -> {exam.end:.3f} ({low:.3f} to {high:.3f}, {exam.num_questions} questions)")
+        say.talk(
+            f"held-out pass@1 {exam.start:.3f} -> {exam.end:.3f} ({low:.3f} to {high:.3f}, {say.counted(exam.num_questions, 'question')})"
+        )
         say.talk(f"search rate     {search.start:.3f} -> {search.end:.3f}")
     ratio = f", {summary.anchor_to_delta_ratio:.1f} times smaller than full weights" if summary.anchor_to_delta_ratio else ""
     say.talk(f"median delta    {say.bytes_text(summary.delta_bytes_median)}{ratio}")

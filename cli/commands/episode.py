@@ -42,7 +42,7 @@ def show(
     if as_json:
         say.data(json.dumps({"run": run, **asdict(view), "num_masked": view.num_masked}, indent=2))
         return
-    _tell(view)
+    tell(view)
 
 
 @episode.command
@@ -82,21 +82,20 @@ def ls(
     console.print(table)
 
 
-def _tell(view: "EpisodeView") -> None:
+def tell(view: "EpisodeView") -> None:
+    """Print one episode."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    dropped = "not kept" if view.num_dropped < 0 else str(view.num_dropped)
+    dropped = "nothing is kept of what the gate dropped" if view.num_dropped < 0 else f"{view.num_dropped} dropped by the gate"
     console.print(f"episode {view.id}   question {view.question_id}", markup=False)
     if view.question:
         console.print(f"question  {view.question}   answers: {', '.join(view.answers)}", markup=False)
     console.print(f"played by {view.host} on version {view.version}; {_fate(view)}", markup=False)
     parts = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in sorted(view.reward_parts.items()))
     console.print(f"reward    {view.reward:g} ({parts}); ended: {view.stop_reason.replace('_', ' ')}", markup=False)
-    console.print(
-        f"tokens    {view.num_tokens}: {view.num_sampled} sampled, {view.num_masked} given (masked); dropped by the gate: {dropped}"
-    )
+    console.print(f"tokens    {view.num_tokens}: {view.num_sampled} sampled, {view.num_masked} given (masked); {dropped}")
     for number, turn in enumerate(view.turns, 1):
         console.print()
         console.print(Text(turn.before.strip(), style="dim"))

@@ -90,7 +90,7 @@ def index(corpus: Path, folder: Path, /, *, shard: int = 0, as_json: AsJson = Fa
         say.data(json.dumps(asdict(about), indent=2))
         return
     skipped = f", {about.num_skipped:,} lines that were none" if about.num_skipped else ""
-    say.talk(f"{about.num_documents:,} documents in {about.num_shards} shards{skipped}")
+    say.talk(f"{about.num_documents:,} documents in {say.counted(about.num_shards, 'shard')}{skipped}")
     say.talk(f'index_id = "{about.index_id}"')
 
 

@@ -88,7 +88,8 @@ def read_index_about(folder: Path) -> IndexAbout:
     try:
         about = IndexAbout(**json.loads((folder / ABOUT).read_text("utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise FormatError(f"{folder}: no complete index: {error}", hint="build it: stoa search index CORPUS FOLDER") from error
+        why = f"there is no {ABOUT}" if isinstance(error, FileNotFoundError) else str(error)
+        raise FormatError(f"{folder}: no complete index: {why}", hint="build it: stoa search index CORPUS FOLDER") from error
     if about.format != FORMAT:
         raise FormatError(f"{folder}: an index of format {about.format}", hint=f"this build reads format {FORMAT}; build it again")
     return about

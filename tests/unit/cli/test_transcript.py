@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cli.commands.episode import tell
 from cli.episodes import episodes_of
 from cli.transcript import Fate, Reader, fate_in, kinds_of, parse_id, runs_of
 from environments import registry
@@ -80,9 +81,14 @@ def test_turns_are_cut_where_the_gate_dropped_a_token(store: Store, document: Ru
     assert view.question.endswith("?") and view.answers
 
 
-def test_what_nobody_kept_is_not_told_as_nothing(store: Store, document: RunDocument) -> None:
+def test_what_nobody_kept_is_not_told_as_nothing(store: Store, document: RunDocument, capsys: pytest.CaptureFixture[str]) -> None:
     view = Reader(store, document).view(KEY, group(), 0, Fate(5, "trained on", None))
     assert view.num_dropped == -1
+    tell(view)
+    tell(replace(view, num_dropped=2))
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens "))
+    assert first.endswith("given (masked); nothing is kept of what the gate dropped")
+    assert second.endswith("given (masked); 2 dropped by the gate")
 
 
 def test_fate_is_read_from_the_steps_and_listed_episodes_lead_to_it(store: Store, document: RunDocument) -> None:

@@ -256,3 +256,8 @@ def test_query_keeps_its_telling_terms_and_any_text_is_a_query() -> None:
     assert len(query_terms(" ".join(f"t{n}" for n in range(500)))) == 48
     assert cleaned_query("a\ud800b\n\0 c" + "x" * 9999)[:8] == "a?b \0 cx"
     assert query_terms("\ud800 \0 liver") == ["liver"]
+
+
+def test_a_folder_without_an_index_is_told_in_words(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"no complete index: there is no index\.json$"):
+        read_index_about(tmp_path)

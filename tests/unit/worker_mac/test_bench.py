@@ -108,6 +108,9 @@ def test_what_a_person_reads_of_line_power_and_run() -> None:
     }  # fmt: skip
     rates = read(json.dumps(tree), line=(1_000_000.0, None), run_tokens_per_second=400.0)
     said = {line[:12].strip(): line[12:] for line in sentences(rates)}
+    assert said["knee"].startswith("2 groups of 8:")
+    alone = read(json.dumps({**tree, "knee_groups": 1}), line=None, run_tokens_per_second=0.0)
+    assert next(iter(sentences(alone))).startswith("knee        1 group of 8:")
     assert said["power"] == "50 W at the knee: 4.0 tokens a joule"
     assert said["line"] == "down 1.0 MB/s, up not measured: this key writes nothing without a ticket; such an update comes in 2.0 s"
     # 200 tokens/s * 3600 s of 8 episodes of 1,000 tokens; the run has 400 tokens/s
