@@ -30,6 +30,8 @@ BANDWIDTH: Final = "bandwidth"
 NO_KEY: Final = "set STOA_BUCKET_KEY and STOA_BUCKET_SECRET"
 SAMPLE_BYTES: Final = 8 << 20
 SAMPLE_SECONDS: Final = 2.0
+SMALL_SAMPLE_BYTES: Final = 4 << 20
+"""A smaller object is here before a line has come up to its speed."""
 SLOW_SECONDS: Final = 2 * 3600.0
 """A first join that takes longer than this is worth a warning."""
 
@@ -143,11 +145,13 @@ def _is_allowed(act: Callable[[], object]) -> bool:
 
 def check_bandwidth(scene: Scene) -> Finding | None:
     """How fast the newest weights come down, by a piece of them; and up, where this key may write."""
-    line = measure_line(scene)
+    line = _measured(scene)
     if line is None:
         return None
-    down, up = line
+    num_bytes, down, up = line
     said = f"down {bytes_text(down)}/s" + ("" if up is None else f", up {bytes_text(up)}/s")
+    if num_bytes < SMALL_SAMPLE_BYTES:
+        said += f" by an object of {bytes_text(num_bytes)}, most of it the time until a server answers"
     weights = scene.layout.num_bytes if scene.layout is not None else 0
     join_seconds = weights / down
     said += f"; a first join takes {bytes_text(weights)}, about {time_text(join_seconds)}"
@@ -158,6 +162,12 @@ def check_bandwidth(scene: Scene) -> Finding | None:
 
 def measure_line(scene: Scene) -> tuple[float, float | None] | None:
     """Bytes a second down from the bucket, and up where this key may write; None where there is no run to measure with."""
+    line = _measured(scene)
+    return None if line is None else line[1:]
+
+
+def _measured(scene: Scene) -> tuple[int, float, float | None] | None:
+    """Bytes of the object it is measured by, and both speeds as `measure_line`."""
     store = scene.store
     if store is None or scene.run is None:
         return None
@@ -166,8 +176,9 @@ def measure_line(scene: Scene) -> tuple[float, float | None] | None:
         return None
     anchor = _anchor_part(store, scene) if scene.is_home else None
     key, size = anchor or (sample.key, sample.num_bytes)
-    down = _rate(lambda: _download(store, key, min(size, SAMPLE_BYTES)))
-    return down, _rate(lambda: _upload(store)) if scene.is_home else None
+    num_bytes = min(size, SAMPLE_BYTES)
+    down = _rate(lambda: _download(store, key, num_bytes))
+    return num_bytes, down, _rate(lambda: _upload(store)) if scene.is_home else None
 
 
 def _anchor_part(store: Store, scene: Scene) -> tuple[str, int] | None:

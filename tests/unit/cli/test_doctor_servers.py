@@ -119,6 +119,7 @@ def test_the_way_to_the_bucket_is_measured_both_ways(store: Store, published: Pu
     found = bucket.check_bandwidth(scene_at(store, tmp_path))
     assert found is not None and found.verdict == "pass", found
     assert "down " in found.found and ", up " in found.found and "a first join takes 307.9 kB" in found.found
+    assert "most of it the time until a server answers" in found.found
     assert names_of(store) == []
 
 
