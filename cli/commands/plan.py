@@ -116,6 +116,13 @@ def gpu(
     _print(found, planned, micro_batch_tokens)
 
 
+def _recommended(advised: str, micro_batch_tokens: int) -> str:
+    """A heading's second half: which way to take, and by what it was chosen."""
+    if advised.startswith("nothing"):
+        return advised
+    return f"take {advised!r}, the first way below with room for {micro_batch_tokens:,} tokens"
+
+
 def _print(model: "Model", planned: "list[tuple[int, float, list[Line]]]", micro_batch_tokens: int) -> None:
     import json
 
@@ -132,7 +139,9 @@ def _print(model: "Model", planned: "list[tuple[int, float, list[Line]]]", micro
         for line in lines:
             room = f"{line.micro_batch_tokens:,} tokens" if line.fits else "does not fit"
             table.add_row(line.way.name, say.bytes_text(line.state_bytes), room, say.bytes_text(line.host_bytes))
-        console.print(f"\n[bold]{num} x {size:g} GB[/]: {advice(lines, micro_batch_tokens)}")
+        console.print(
+            f"\n[bold]{num} x {size:g} GB[/]: {_recommended(advice(lines, micro_batch_tokens), micro_batch_tokens)}", soft_wrap=True
+        )
         console.print(table)
     console.print()
     for way in WAYS:

@@ -131,3 +131,11 @@ def test_size_that_no_model_has_is_told_at_once(name: str, value: int, said: str
     (tmp_path / "config.json").write_text(json.dumps({**LFM2_5_8B_A1B, name: value}))
     with pytest.raises(CheckpointError, match=said):
         read_model(tmp_path)
+
+
+def test_the_heading_of_a_machine_says_which_way_to_take_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu(gpus=1, memory_gb=192)
+    gpu(gpus=1, memory_gb=40)
+    said = capsys.readouterr().out.splitlines()
+    assert "1 x 192 GB: take 'moments in bf16', the first way below with room for 8,192 tokens" in said
+    assert "1 x 40 GB: nothing fits" in said
