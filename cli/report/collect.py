@@ -232,6 +232,8 @@ class Collector:
             # Watched to its end, or found ended: where its workflow does not tell, its last publish is the last that is known.
             self._ended_at = self._ended_at or (ended_at if self._was_running else newest)
             ended_at = timed.ended_at if timed is not None else self._ended_at
+        if self._begins:
+            started_at = ended_at  # when, and with what limits, only its own process tells
         self._was_running = state not in _ENDED
         return RunRecord(
             facts=facts,
@@ -242,7 +244,7 @@ class Collector:
             ended_at=ended_at,
             seconds_before=told.seconds_before if told is not None else 0.0,
             version=head.version if head is not None else -1,
-            max_steps=stop.max_steps if stop is not None else self._document.config.stop.max_steps,
+            max_steps=stop.max_steps if stop is not None else (0 if self._begins else self._document.config.stop.max_steps),
             live_step=status.step if status is not None else 0,
             step=head.step if head is not None else 0,
             steps=steps,

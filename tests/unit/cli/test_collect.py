@@ -173,3 +173,4 @@ def test_resumed_run_is_shown_before_its_workers_are_there(store, tmp_path) -> N
     run.writer.swap(1000, state="stopped")
     found = Collector(run.document, store, cast(Control, _Begins(forgotten=False))).collect()
     assert (found.state, found.waiting_for) == ("created", "waiting for the trainer's control process to start")
+    assert (found.seconds, found.max_steps) == (0.0, 0), "since when it goes on and to which step, nobody tells yet"
