@@ -48,7 +48,7 @@ def first_screen(settings: RunConfig, layout: Layout, promise: Promise) -> tuple
         lines.append(f'          with a file that says run = "{run}": workers take the name from theirs')
     return (
         *lines,
-        "logs      of each worker: its own standard error; all in one file for a helper: `stoa bundle`",
+        "logs      of each worker: its standard error, and events.log in its state folder; `stoa bundle` packs them for a helper",
         f"report    {report}",
         f"follow    `stoa live {run}`, or `stoa status {run} --follow`; Macs: `stoa fleet {run}`",
         f"stop      `stoa stop {run}` ends it after its step, `stoa pause {run}` holds it; Ctrl-C only ends this following",

@@ -96,7 +96,9 @@ def _work(options: Options, crew: "Crew | None" = None, *, make_engine: "MakeEng
     """The only rank, or with `crew` the first one: train until asked to end, or until another rank is lost."""
     config = load_run(options.config)
     telemetry.bind(run=config.run)
-    with StateLock(options.state or state_folder("trainer")):
+    folder = options.state or state_folder("trainer")
+    with StateLock(folder):
+        telemetry.keep(folder / "events.log")
         asyncio.run(_Worker(config, options, crew, make_engine).run())
 
 

@@ -149,6 +149,7 @@ def _run(options: Options, make_engine: "MakeEngine | None", sleeps: Sleeps, ane
         config = entry.config
         identity = Identity(options.folder, entry.host(options.host))
         telemetry.bind(run=config.run, host=identity.host)
+        telemetry.keep(identity.folder / "events.log")
         try:
             allowed = load_mac_host(options.allow or _own_limits(identity.folder))
             store = Store(config.bucket, entry.credentials, patience_seconds=BUCKET_PATIENCE_SECONDS)

@@ -7,8 +7,11 @@ of whoever sets it up, a file or pipe gets one JSON object a line. Values of sec
 import logging
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 
 import structlog
+
+from stoa.telemetry.kept import KeptEvents
 
 _SECRET_NAMES = ("secret", "token_secret", "password", "signing_key", "authorization", "credential")
 
@@ -18,6 +21,25 @@ def _mask_secrets(_logger: object, _method: str, event: MutableMapping[str, obje
         if any(part in name.lower() for part in _SECRET_NAMES):
             event[name] = "***"
     return event
+
+
+class _Kept:
+    """Where this process keeps its events, if anywhere."""
+
+    file: KeptEvents | None = None
+
+    @classmethod
+    def take(cls, _logger: object, _method: str, event: MutableMapping[str, object]) -> MutableMapping[str, object]:
+        if cls.file is not None:
+            cls.file.write(event)
+        return event
+
+
+def keep(path: Path | None) -> None:
+    """Keep all later events of this process in a file too, as JSON; None: no longer."""
+    if _Kept.file is not None:
+        _Kept.file.close()
+    _Kept.file = KeptEvents(path) if path is not None else None
 
 
 def _lines(line_of: Callable[[Mapping[str, object]], str]) -> structlog.typing.Processor:
@@ -38,6 +60,7 @@ def configure(
     level: a name of the standard library's levels. json_lines: None decides by whether stderr is a terminal. line_of: an
     event's line on a terminal, "" for none.
     """
+    keep(None)
     number = logging.getLevelNamesMapping()[level.upper()]
     as_json = not sys.stderr.isatty() if json_lines is None else json_lines
     plain = structlog.dev.ConsoleRenderer(colors=False) if line_of is None else _lines(line_of)
@@ -49,6 +72,7 @@ def configure(
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             _mask_secrets,
+            _Kept.take,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
