@@ -20,14 +20,18 @@ from stoa.bucket.head import Head, read_head
 from stoa.bucket.manifest import Signer
 from stoa.bucket.run_document import RunDocument, claim_run, new_run, read_run, upload_model_files
 from stoa.bucket.store import Store
-from stoa.config.load import bucket_credentials, signing_seed, temporal_access
+from stoa.config.faults import Fault, Origin, fault_at
+from stoa.config.load import bucket_credentials, find_model_folder, signing_seed, temporal_access
 from stoa.config.run import RunConfig, Stop
 from stoa.contracts.errors import (
     CheckpointError,
+    ConfigError,
     ObjectMissingError,
     RunExistsError,
     RunMismatchError,
     SignatureError,
+    StoaError,
+    UnknownNameError,
     UsageError,
 )
 from stoa.contracts.evaluation_messages import EvaluationPlan
@@ -98,6 +102,23 @@ def check(config: RunConfig) -> Layout:
     _check_weights(folder, layout)
     registry.create(config.environment.name, config.environment.settings, tokenizer)
     return layout
+
+
+def environment_faults(config: RunConfig, origin: Origin) -> list[Fault]:
+    """What the environment says against its name and settings; nothing where the model, and so its tokenizer, is not here."""
+    folder = find_model_folder(config)
+    tokenizer = folder / "tokenizer.json" if folder is not None else None
+    if tokenizer is None or not tokenizer.is_file():
+        return []
+    try:
+        registry.create(config.environment.name, config.environment.settings, tokenizer.read_bytes())
+    except (ConfigError, UnknownNameError) as error:
+        named = [key for key in config.environment.settings if f" {key} " in error.message]
+        key = f"environment.settings.{named[0]}" if named else "environment.name"
+        return [fault_at(key, error.message, error.hint, origin)]
+    except StoaError:
+        return []  # no fault of the file; whoever starts the run is told
+    return []
 
 
 def _check_weights(folder: Path, layout: Layout) -> None:

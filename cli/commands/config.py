@@ -24,11 +24,12 @@ def check(file: Path, /, *, sets: Sets = (), as_json: AsJson = False) -> Exit:
     import json
 
     from cli.launch import check as fit
+    from cli.launch import environment_faults
     from stoa.config.load import load_run
     from stoa.contracts.errors import UsageError
 
     try:
-        settings = load_run(file, sets)
+        settings = load_run(file, sets, look=environment_faults)
         layout = fit(settings)
     except UsageError as problem:
         if not as_json:

@@ -5,8 +5,10 @@ All faults of a tree are told at once. Nothing here reads a file or the environm
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -16,6 +18,8 @@ from stoa.contracts.errors import ConfigError
 _TABLE = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
 _KEY = re.compile(r"\s*((?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
 _BARE = re.compile(r"\"[^\"]*\"|'[^']*'|[^.\s]+")
+_BETWEEN_SETTINGS = frozenset({"order", "moments", "price"})
+"""Types of the faults that `run.py` finds between settings of one table."""
 _UNION_PARTS = frozenset({"str", "int", "float", "bool"})
 
 
@@ -41,16 +45,62 @@ class Fault:
         return f"{self.where}: {self.what}"
 
 
+def faults_of(error: ValidationError, model: type[BaseModel], origin: Origin) -> list[Fault]:
+    """Every fault pydantic found in a tree of `model`."""
+    lines = find_lines(origin.text)
+    return [_fault(detail, model, origin, lines) for detail in error.errors(include_url=False)]
+
+
 def config_error(error: ValidationError, model: type[BaseModel], origin: Origin) -> ConfigError:
     """One ConfigError that tells every fault pydantic found in a tree of `model`."""
+    return join_faults(faults_of(error, model, origin), origin.name)
+
+
+def without_faulty(tree: Mapping[str, object], error: ValidationError) -> dict[str, object]:
+    """A copy of `tree` without the settings that are wrong by themselves: what the rest says can then be looked at, too."""
+    rest = deepcopy(dict(tree))
+    for detail in error.errors(include_url=False):
+        if not _contradicts(detail):
+            _remove(rest, detail["loc"])
+    return rest
+
+
+def contradictions(again: ValidationError, first: ValidationError, model: type[BaseModel], origin: Origin) -> list[Fault]:
+    """What settings that are good by themselves say against each other, of a tree that `without_faulty` made.
+
+    One that names a setting that was taken out is left out: its default stands there now.
+    """
     lines = find_lines(origin.text)
-    faults = list(dict.fromkeys(_fault(detail, model, origin, lines) for detail in error.errors(include_url=False)))
-    faults.sort(key=_place)
-    return join_faults(faults, origin.name)
+    gone = {str(part) for detail in first.errors(include_url=False) if not _contradicts(detail) for part in detail["loc"][-2:]}
+    found = [detail for detail in again.errors(include_url=False) if _contradicts(detail)]
+    return [_fault(detail, model, origin, lines) for detail in found if not gone & set(re.findall(r"\w+", detail["msg"]))]
+
+
+def _contradicts(detail: ErrorDetails) -> bool:
+    """True for a fault of a whole table, which is looked for once each of its settings is good."""
+    return detail["type"] in _BETWEEN_SETTINGS
+
+
+def _remove(tree: dict[str, object], loc: Sequence[int | str]) -> None:
+    """Take the setting at `loc` out; its last part may be one of a union's, which is no key."""
+    loc = loc[:-1] if len(loc) > 1 and loc[-1] in _UNION_PARTS else loc
+    for part in loc[:-1]:
+        inner = tree.get(str(part))
+        if not isinstance(inner, dict):
+            tree.pop(str(part), None)
+            return
+        tree = cast(dict[str, object], inner)
+    tree.pop(str(loc[-1]), None)
+
+
+def fault_at(key: str, what: str, hint: str, origin: Origin) -> Fault:
+    """A fault of the setting `key`, found by somebody else."""
+    return Fault(_where(key, origin, find_lines(origin.text)), what, hint)
 
 
 def join_faults(faults: Sequence[Fault], name: str) -> ConfigError:
-    """One ConfigError of all faults: a single one keeps its hint apart, several keep theirs beside them."""
+    """One ConfigError of all faults, in their places' order: a single one keeps its hint apart, several keep theirs beside them."""
+    faults = sorted(dict.fromkeys(faults), key=_place)
     if len(faults) == 1:
         return ConfigError(str(faults[0]), hint=faults[0].hint)
     lines = [f"  {fault}" + (f" ({fault.hint})" if fault.hint else "") for fault in faults]

@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar, cast
@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from stoa.config.faults import Origin, config_error
+from stoa.config.faults import Fault, Origin, config_error, contradictions, faults_of, join_faults, without_faulty
 from stoa.config.host import MacHost
 from stoa.config.run import Bucket, RunConfig, Section, Temporal
 from stoa.contracts.access import PLAIN, Access
@@ -72,8 +72,16 @@ class Credentials:
     """Session token of temporary credentials."""
 
 
-def load_run(path: Path | None = None, sets: Sequence[str] = (), *, environ: Mapping[str, str] | None = None) -> RunConfig:
+def load_run(
+    path: Path | None = None,
+    sets: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+    look: Callable[[RunConfig, Origin], Sequence[Fault]] = lambda config, origin: (),
+) -> RunConfig:
     """The settings of a run: `path` (default configs/demo.toml), then each `table.key=value`, then endpoints.
+
+    look: finds more faults, also in what is good of a file that has some.
 
     Raises ConfigError that names file, line, key and the nearest setting, for all faults at once.
     """
@@ -89,10 +97,25 @@ def load_run(path: Path | None = None, sets: Sequence[str] = (), *, environ: Map
         if value:
             _put(tree, (table, key), value, variable)
             layers[f"{table}.{key}"] = variable
+    origin = Origin(str(path), text, layers)
+    faults: list[Fault] = []
     try:
-        return RunConfig.model_validate(tree, strict=True)
+        config = RunConfig.model_validate(tree, strict=True)
     except ValidationError as error:
-        raise config_error(error, RunConfig, Origin(str(path), text, layers)) from None
+        faults = faults_of(error, RunConfig, origin)
+        rest = without_faulty(tree, error)
+        try:
+            config = RunConfig.model_validate(rest, strict=True)
+        except ValidationError as again:
+            faults += contradictions(again, error, RunConfig, origin)
+            try:
+                config = RunConfig.model_validate({key: rest[key] for key in ("model", "environment") if key in rest}, strict=True)
+            except ValidationError:
+                raise join_faults(faults, origin.name) from None
+    faults += look(config, origin)
+    if faults:
+        raise join_faults(faults, origin.name)
+    return config
 
 
 def load_mac_host(path: Path | None = None) -> MacHost:

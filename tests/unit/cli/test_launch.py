@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.launch import check, refuse_spent_limits, run_input
+from cli.launch import check, environment_faults, refuse_spent_limits, run_input
 from stoa.config.load import PROJECT_ROOT, load_run
 from stoa.config.run import Stop
-from stoa.contracts.errors import CheckpointError, UsageError
+from stoa.contracts.errors import CheckpointError, ConfigError, UsageError
 from stoa.contracts.messages import StopConditions
 from tests.unit.weights.small_run import SmallRun
 
@@ -71,3 +71,43 @@ def test_run_that_was_cut_off_while_it_ended_may_be_ended(store, tmp_path: Path)
     run = SmallRun(store, tmp_path)
     run.head = run.writer.swap(1000, step=96, state="draining")
     refuse_spent_limits(Stop(max_steps=96), run.head)
+
+
+def test_every_fault_of_a_file_is_told_at_once_contradictions_and_the_environments_too(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[environment.settings]\nnum_entitis = 5\n"
+        "[learning]\nmax_staleness = 9\nmax_staleness_hard = 4\nlr = 1\n"
+        '[stop]\nmax_dollars = "x"\n'
+        "[rollout]\nmin_group_size = 9\ngroup_sze = 3\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, environ={}, look=environment_faults)
+    _, *lines = caught.value.message.splitlines()
+    assert [line.split(": ")[0].rpartition(":")[2] for line in lines] == ["2", "3", "6", "8", "10", "11"]
+    assert "num_entitis is not a setting (did you mean num_entities?)" in lines[0]
+    assert "max_staleness = 9 is above max_staleness_hard = 4" in lines[1]
+    path.write_text('[environment]\nname = "serch"\n')
+    with pytest.raises(ConfigError, match=r"run\.toml:2: no environment is called 'serch'"):
+        load_run(path, environ={}, look=environment_faults)
+
+
+def test_a_default_in_a_wrong_settings_place_contradicts_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[learning]\nmax_staleness = 9999\nmax_staleness_hard = -1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, environ={}, look=environment_faults)
+    assert "is above" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["environment = 3", "environment = [1]", "[environment]\nname = {a = 1}", "[environment.settings]\na = {b = [1]}",
+     "learning = {}\nx = [[]]",
+     "model = {a = 1}", "[alarms]\nx = 1", "[alarms.x]\naction = 'log'", "[[learning]]\na = 1"],
+)  # fmt: skip
+def test_nonsense_is_a_fault_of_the_file_and_nothing_else(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        load_run(path, environ={}, look=environment_faults)
