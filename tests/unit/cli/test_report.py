@@ -111,6 +111,13 @@ def test_page_follows_the_readers_theme_and_width(folder: Path) -> None:
     assert not re.search(r'<svg[^>]* (width|height)="', text)
 
 
+def test_page_says_that_roll_ups_are_among_the_deltas_in_the_bucket() -> None:
+    told = record(bucket_bytes={"groups": 900, "deltas": 3000})
+    text = page(told, summarise(told), ())
+    assert "in the bucket: deltas, and roll-ups of several for who comes late</td>" in text
+    assert "in the bucket: groups</td>" in text
+
+
 def test_page_escapes_what_macs_say_of_themselves() -> None:
     hostile = record(sessions=(session("mac-1", place="<script>alert(1)</script>"),))
     text = page(hostile, summarise(hostile), ())
