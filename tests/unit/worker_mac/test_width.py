@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from worker_mac.bench import Measured, keep
+from worker_mac.bench_update import Update
 from worker_mac.width import CALM_SWEEPS, Learned, choose_groups, learn, read_knee, read_learned, write_learned
 
 FRESH = Learned()
@@ -72,7 +73,7 @@ def test_lengths_are_averaged_with_newer_sweeps_counting_more() -> None:
 
 def test_what_was_learned_is_kept_and_what_is_damaged_is_forgotten(tmp_path: Path) -> None:
     assert (read_knee(tmp_path, "m"), read_learned(tmp_path)) == (0, FRESH)
-    keep(tmp_path, Measured("m", 8, {12: 1.0}, 12, 0.1, 1, "f", "cpu"))
+    keep(tmp_path, Measured("m", 8, {12: 1.0}, 12, 0.1, 1, "f", "cpu", Update(10, 9, 0.1, 0.2, 0.3)))
     write_learned(tmp_path, Learned(812.5, 5, 2))
     assert (read_knee(tmp_path, "m"), read_learned(tmp_path)) == (12, Learned(812.5, 5, 2))
     for path in tmp_path.iterdir():
