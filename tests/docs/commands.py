@@ -53,6 +53,13 @@ RULES = (
     Rule(r"docs/troubleshooting\.md:console", "", "test", "tests/cli/test_new_user.py", "new_user"),
     Rule(
         r"docs/guides/search-papers\.md:console",
+        r"stoa config check ",
+        "test",
+        "tests/unit/environments/test_guides.py",
+        "stoa config check",
+    ),
+    Rule(
+        r"docs/guides/search-papers\.md:console",
         r"stoa search (index|ask)",
         "test",
         "tests/unit/environments/test_guides.py",
