@@ -16,11 +16,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stoa.contracts.errors import FormatError, WrongStateError
+from stoa.contracts.errors import FormatError
 from stoa.weights.layout import GROUP_SIZE, Layout, TensorSpec
 from stoa.weights.pulse import Change, Int64s
 from stoa.weights.state import READ_BYTES, Undo
-from worker_mac.cluster.parts import Elsewhere, PartState
+from worker_mac.cluster.parts import Elsewhere, PartState, apply_elsewhere
 from worker_mac.cluster.tensor import Kind, kind_of, share_layout
 
 ANSWER_SECONDS: Final = 120.0
@@ -74,14 +74,7 @@ class DealtState(PartState):
         """
         self.verified_id = None
         undo = self._own.apply(self.share_of(change, 0))
-        for rank in range(1, self._ranks):
-            part = self.share_of(change, rank)
-            if not (len(part.positions) or len(part.raw_positions) or len(part.groups)):
-                continue
-            try:
-                self._elsewhere.apply(rank, part)
-            except FormatError as error:
-                raise WrongStateError(f"Mac {rank} could not apply its part: {error.message}", hint="rebuild the weights") from error
+        apply_elsewhere(self._elsewhere, (self.share_of(change, rank) for rank in range(1, self._ranks)))
         return undo
 
     def share_of(self, change: Change, rank: int) -> Change:

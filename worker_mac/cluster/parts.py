@@ -4,7 +4,7 @@ To whoever brings weights in, the first Mac's state looks like the whole one: an
 it, digests taken of it. An array of another Mac's is never held here, nor an update of it kept.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -27,6 +27,17 @@ class Elsewhere(Protocol):
     def apply(self, rank: int, change: Change) -> None: ...  # noqa: D102
 
     def digests(self, rank: int, names: Sequence[str]) -> dict[str, str]: ...  # noqa: D102
+
+
+def apply_elsewhere(elsewhere: Elsewhere, parts: Iterable[Change]) -> None:
+    """Apply to Mac 1, 2, ... its part of a change, where it has one. Raises WrongStateError if one could not."""
+    for rank, part in enumerate(parts, start=1):
+        if not (len(part.positions) or len(part.raw_positions) or len(part.groups)):
+            continue
+        try:
+            elsewhere.apply(rank, part)
+        except FormatError as error:
+            raise WrongStateError(f"Mac {rank} could not apply its part: {error.message}", hint="rebuild the weights") from error
 
 
 class PartState(WeightState):
@@ -96,14 +107,7 @@ class SpreadState(PartState):
         Raises FormatError if the part here cannot be applied and nothing was written, WrongStateError if one elsewhere cannot.
         """
         undo = super().apply(part_of(change, self.layout, self._tensors[0]))
-        for rank in range(1, len(self._tensors)):
-            part = part_of(change, self.layout, self._tensors[rank])
-            if not (len(part.positions) or len(part.raw_positions) or len(part.groups)):
-                continue
-            try:
-                self._elsewhere.apply(rank, part)
-            except FormatError as error:
-                raise WrongStateError(f"Mac {rank} could not apply its part: {error.message}", hint="rebuild the weights") from error
+        apply_elsewhere(self._elsewhere, (part_of(change, self.layout, tensors) for tensors in self._tensors[1:]))
         return undo
 
     def tensor_digests(self) -> dict[str, str]:

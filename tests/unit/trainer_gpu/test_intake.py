@@ -75,9 +75,17 @@ def put(store: Store, sent: Group, data: bytes | None = None) -> str:
     return key
 
 
+def judged(intake: Intake, *sent: str) -> None:
+    """Returns once the thread has accepted, dropped or refused these keys."""
+    deadline = time.monotonic() + 20
+    while missing := {*sent} - {*intake._offered_at, *(r.key for r in intake.refused), *(d.key for d in intake._buffer.drops)}:
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.02)
+
+
 def test_oldest_groups_come_first_and_what_goes_with_the_step_is_told(store: Store, intake: Intake) -> None:
     sent = {slot: put(store, group(slot, version=version)) for slot, version in ((0, 5), (1, 3), (2, 4))}
-    time.sleep(0.7)
+    judged(intake, *sent.values())
     taken = intake.take(5, Reports())
     assert isinstance(taken, Taken)
     assert taken.keys == (sent[1], sent[2])
@@ -104,7 +112,7 @@ def test_dishonest_torn_and_stale_groups_are_kept_out_with_a_reason(store: Store
     stale = put(store, group(8, version=2))
     flat = {put(store, group(9, 0)): "all_zero", put(store, group(10, 4)): "all_one"}
     good = {put(store, group(slot)) for slot in (0, 1)}
-    time.sleep(1.0)
+    judged(intake, *refused, stale, *flat, *good)
     taken = intake.take(5, Reports())
     assert isinstance(taken, Taken)
     assert set(taken.keys) == good
@@ -127,7 +135,7 @@ def test_group_whose_grant_is_damaged_is_refused_and_holds_nothing_up(store: Sto
     for intake in _made(store, noted, settled=(), granted=granted):
         damaged = put(store, group(2))
         good = {put(store, group(slot)) for slot in (0, 1)}
-        time.sleep(1.0)
+        judged(intake, damaged, *good)
         taken = intake.take(5, Reports())
         assert isinstance(taken, Taken)
         assert set(taken.keys) == good
@@ -207,10 +215,10 @@ def test_numbers_of_a_group_arrive_unchanged(store: Store, intake: Intake) -> No
 
 def test_quarantined_host_is_refused_unread_and_what_waited_of_it_is_dropped(store: Store, intake: Intake) -> None:
     waiting = put(store, group(0, host="bad"))
-    time.sleep(0.7)
+    judged(intake, waiting)
     intake.quarantine(("bad",))
     late = put(store, group(1, host="bad"), b"not even a group")
-    time.sleep(0.7)
+    judged(intake, late)
     honest = [put(store, group(slot)) for slot in (2, 3)]
     taken = intake.take(5, Reports())
     assert isinstance(taken, Taken)
@@ -229,12 +237,12 @@ def test_quarantined_host_is_refused_unread_and_what_waited_of_it_is_dropped(sto
 
 def test_host_on_trial_is_judged_like_all_others_and_never_trained_on(store: Store, intake: Intake) -> None:
     waiting = put(store, group(0, host="tried"))
-    time.sleep(0.7)
+    judged(intake, waiting)
     intake.quarantine(("tried", "bad"), on_trial=("tried",))
     lie = group(2, host="tried")
     lie = replace(lie, episodes=tuple(replace(e, reward=1.0) for e in lie.episodes))
     seen, lied, unread = put(store, group(1, host="tried")), put(store, lie), put(store, group(3, host="bad"), b"no group")
-    time.sleep(0.7)
+    judged(intake, seen, lied, unread)
     honest = [put(store, group(slot)) for slot in (4, 5)]
     taken = intake.take(5, Reports())
     assert isinstance(taken, Taken)
@@ -246,8 +254,7 @@ def test_host_on_trial_is_judged_like_all_others_and_never_trained_on(store: Sto
     ((key, canary),) = intake.canaries()
     assert (key, canary.question_id, canary.host) == (seen, QUESTIONS[1], "tried")
     assert intake.canaries() == []
-    put(store, group(6, host="tried"))
-    time.sleep(0.7)
+    judged(intake, put(store, group(6, host="tried")))
     intake.quarantine(())  # released meanwhile: nothing of it is judged any more
     assert intake.canaries() == []
 
@@ -282,9 +289,8 @@ def test_host_quarantined_while_its_group_is_judged_is_not_trained_on(store: Sto
 
 
 def test_queue_says_how_long_groups_waited_and_how_many_of_the_hosts_are_shut_out(store: Store, intake: Intake) -> None:
-    for slot, host in enumerate(("one", "two", "three")):
-        put(store, group(slot, host=host))
-    time.sleep(1.2)
+    judged(intake, *(put(store, group(slot, host=host)) for slot, host in enumerate(("one", "two", "three"))))
+    time.sleep(0.3)  # the time that is measured
     taken = intake.take(5, Reports())
     assert isinstance(taken, Taken)
     assert 0.2 < taken.metrics["queue_seconds_mean"] < 30
@@ -301,10 +307,9 @@ def test_queue_says_how_long_groups_waited_and_how_many_of_the_hosts_are_shut_ou
 
 
 def test_groups_that_grew_stale_in_the_queue_say_how_long_they_were(store: Store, intake: Intake) -> None:
-    put(store, group(0, version=3))
-    time.sleep(0.8)
+    judged(intake, put(store, group(0, version=3)))
     fresh = [put(store, group(slot, version=5)) for slot in (1, 2)]
-    time.sleep(0.8)
+    judged(intake, *fresh)
     taken = intake.take(6, Reports())
     assert isinstance(taken, Taken)
     assert taken.keys == tuple(fresh)
@@ -325,7 +330,7 @@ def test_short_wait_says_how_many_groups_are_missing_and_how_old_they_may_be(sto
 def test_object_larger_than_any_group_is_refused_unread(store: Store, intake: Intake) -> None:
     key = put(store, group(5), data=bytes(2 << 20))
     good = {put(store, group(slot)) for slot in (0, 1)}
-    time.sleep(0.5)
+    judged(intake, key, *good)
     taken = intake.take(5, Reports())
     assert isinstance(taken, Taken)
     assert set(taken.keys) == good
@@ -396,9 +401,7 @@ def test_fleet_is_told_by_what_came_since_the_step_before(store: Store, intake: 
     said = Timings(0.0, 2.0, 0.5, 0.25, 12, batch_occupancy=0.75, prefix_hit_share=0.5, peak_memory_bytes=3_000_000)
     sent = [group(0, timings=said), group(1, host="mac-b"), group(2, host="mac-b")]
     began = time.monotonic()
-    for one in sent:
-        put(store, one)
-    time.sleep(0.7)
+    judged(intake, *(put(store, one) for one in sent))
     taken = intake.take(5, Reports())
     assert isinstance(taken, Taken)
     metrics, seconds = taken.metrics, time.monotonic() - began
