@@ -85,3 +85,12 @@ def temporal_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["objec
 
     with start(tmp_path_factory.mktemp("temporal")) as server:
         yield server
+
+
+@pytest.hookimpl
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say why a test needed its second chance: where it passed then, nothing else would tell what was wrong."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = f"{crash.path}:{crash.lineno}: {crash.message}" if crash else str(report.longrepr)
+        terminalreporter.write_line(f"FIRST TRY of {report.nodeid}: {why}")

@@ -113,11 +113,14 @@ def test_weights_that_may_stay_stay(worker: _Worker) -> None:
 
 
 def test_a_worker_that_is_asked_to_end_does_not_begin_anew(worker: _Worker) -> None:
+    before = set(threading.enumerate())
     worker._begin_anew("the Mac has slept")
     worker._leave()
     worker._last_call.cancel()
     assert worker.anew == ""
-    assert not any(isinstance(thread, threading.Timer) and not thread.finished.is_set() for thread in threading.enumerate())
+    assert not [
+        thread for thread in set(threading.enumerate()) - before if isinstance(thread, threading.Timer) and not thread.finished.is_set()
+    ]
 
 
 def crashed_twice(folder: Path) -> None:

@@ -229,7 +229,7 @@ class Elsewhere(Dialogue):
         return super().reply(question_id, turns)
 
 
-@pytest.mark.parametrize("pages", [None, 33])
+@pytest.mark.parametrize("pages", [None, 24])
 def test_episodes_are_bit_identical_whenever_their_tools_answer(whole: tuple[Played, dict[int, list[Episode]]], pages: int | None) -> None:
     """Also where memory is short, so that some are parked while they wait."""
     for seed in (1, 2):
@@ -249,7 +249,7 @@ def test_episodes_are_bit_identical_whenever_their_tools_answer(whole: tuple[Pla
 def test_routing_is_whole_where_an_episode_ends_while_it_is_parked(whole: tuple[Played, dict[int, list[Episode]]]) -> None:
     _, recorded = play(MODEL, Dialogue(), GROUPS, record_routing=True)
     environment = Elsewhere(lambda question, turns: time.sleep(0.01))
-    played, found = play(MODEL, environment, GROUPS, num_pages=33, record_routing=True)
+    played, found = play(MODEL, environment, GROUPS, num_pages=24, record_routing=True)
     assert played.num_parked > 0
     for group, episodes in recorded.items():
         for one, other in zip(found[group], episodes, strict=True):
