@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Final
 
 from stoa.bucket import keys
+from stoa.bucket.head import read_head
 from stoa.bucket.invite import BucketDoor, Invite, TemporalDoor, write_invite
 from stoa.bucket.manifest import Signer
 from stoa.bucket.revocations import Revoked
 from stoa.bucket.run_document import RunDocument
+from stoa.bucket.steps import MAX_STEP_BYTES
 from stoa.bucket.store import SMALL_BYTES, Store
 from stoa.config.load import Credentials, bucket_credentials, is_loopback, mac_credentials
 from stoa.config.run import RunConfig
@@ -23,6 +25,10 @@ from stoa.contracts.errors import AccessDeniedError, ConfigError, InviteRevokedE
 MAX_SECONDS: Final = 366 * 86_400.0
 MIN_SECONDS: Final = 60.0
 _UNITS: Final = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
+_READS_STEPS: Final = (
+    "the key for Macs also reads what the trainer keeps to itself, so a Mac that is suspected can find out and behave until it is "
+    f"trusted again; where the bucket can, let that key read no more than {', '.join(keys.MAC_READS)}"
+)
 _KEY_HINT: Final = "make a key that may only read this bucket, and set STOA_MAC_BUCKET_KEY and STOA_MAC_BUCKET_SECRET to it"
 
 
@@ -65,7 +71,10 @@ def invite_mac(
     credentials = mac_credentials(config.bucket)
     check_mac_key(store, document.run, credentials)
     token, invite = write_token(config, signer, credentials, host, seconds=seconds, ca=_read_ca(ca))
-    return Invited(token, invite, tuple(_notes(config, invite)))
+    notes = _notes(config, invite)
+    if reads_steps(store, document, credentials):
+        notes.append(_READS_STEPS)
+    return Invited(token, invite, tuple(notes))
 
 
 def write_token(
@@ -102,6 +111,25 @@ def check_mac_key(store: Store, run: str, credentials: Credentials) -> None:
         return
     store.delete([probe])
     raise UsageError("the key for Macs may write to the bucket, and with that delete what is in it", hint=_KEY_HINT)
+
+
+def reads_steps(store: Store, document: RunDocument, credentials: Credentials) -> bool:
+    """True if the key for Macs opens step manifests, which tell whose groups are not trained on.
+
+    Tried on the newest manifest, before the first step on a key where there is none: a server that hides what is missing
+    from who may not list (AWS S3) is then taken at its best.
+    """
+    try:
+        newest = read_head(store, document.run, document.public_key)[0].step_manifest_key
+    except ObjectMissingError:
+        newest = ""
+    try:
+        Store(store.settings, credentials).get(newest or keys.step_manifest(document.run, 1, 1), max_bytes=MAX_STEP_BYTES)
+    except AccessDeniedError:
+        return False
+    except ObjectMissingError:
+        pass
+    return True
 
 
 def _notes(config: RunConfig, invite: Invite) -> list[str]:

@@ -44,8 +44,10 @@ def test_what_is_not_there_yet_is_told_apart_from_what_may_not_be_read(store: St
 def test_a_macs_key_reads_nothing_else_lists_nothing_writes_nothing_deletes_nothing(store: Store, mac: Store, tmp_path: Path) -> None:
     run = SmallRun(store, tmp_path / "trainer")
     run.publish()
-    others = [*GROUPS, keys.grant("small", "mac-2", 0), keys.step_manifest("small", 1, 1), keys.checkpoint("small", 1, 1, "manifest.json")]
+    others = [*GROUPS, keys.grant("small", "mac-2", 0), keys.checkpoint("small", 1, 1, "manifest.json")]
     others += [keys.eval_part("small", 0, "first", 0, "mac-2"), keys.revocation("small", "mac-2"), "elsewhere"]
+    # What these two tell would let a Mac under suspicion find out.
+    others += [keys.step_manifest("small", 1, 1), keys.drop_note("small", 1, 0)]
     for key in others:
         store.create(key, b"x")
     head = store.get(keys.head("small"), max_bytes=10_000)

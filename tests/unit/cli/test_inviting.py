@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.inviting import check_mac_key, seconds_of
+from cli.inviting import check_mac_key, reads_steps, seconds_of
+from stoa.bucket import keys
 from stoa.bucket.invite import BucketDoor, TemporalDoor, read_invite, write_invite
 from stoa.bucket.manifest import Signer
-from stoa.bucket.run_document import claim_run, new_run
+from stoa.bucket.run_document import claim_run, new_run, read_run
 from stoa.bucket.store import Store
 from stoa.config.load import PROJECT_ROOT, Credentials
 from stoa.config.run import Macs, RunConfig
@@ -114,6 +115,17 @@ def test_a_key_for_macs_that_writes_is_found_out_and_leaves_nothing(
     check_mac_key(store, "friends", MAC_CREDENTIALS)
     with pytest.raises(AccessDeniedError, match="cannot read"):
         check_mac_key(store, "friends", Credentials("nobody", "x"))
+
+
+def test_a_key_for_macs_that_opens_step_manifests_is_told_of(owner: dict[str, str], store: Store) -> None:
+    """They tell who is suspected. A bucket whose read-only keys open all of it (R2) is used all the same."""
+    document = read_run(store, "friends")
+    assert not reads_steps(store, document, MAC_CREDENTIALS)
+    assert reads_steps(store, document, CREDENTIALS)  # before the first step
+    store.create(keys.step_manifest("friends", 1, 1), b"{}")
+    assert not reads_steps(store, document, MAC_CREDENTIALS)
+    assert reads_steps(store, document, CREDENTIALS)
+    assert "Mac that is suspected" not in stoa("invite", "friends", **owner).stderr
 
 
 def test_revoke_takes_an_invitation_or_a_host_once(owner: dict[str, str]) -> None:
