@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import structlog
 import torch
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from stoa.contracts.errors import CheckpointError
 from trainer_gpu import host
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,14 @@ def as_text(ranks: Sequence[Mapping[str, object]]) -> str:
 def restore(text: str, rank: int, of: Generators | None = None) -> None:
     """Give the generators of this process, rank `rank`, the state they had. A rank that was not there keeps its own.
 
+    An empty text, of a checkpoint that says nothing of chance, changes none of them; a warning names them.
+
     Raises CheckpointError if `text` holds no such states; some generators may then have been set.
     """
     mine = generators() if of is None else of
+    if not text:
+        log.warning("generators_not_restored", rank=rank, generators=sorted(mine), reason="the checkpoint holds no generator states")
+        return
     try:
         saved = cast(list[dict[str, object]], json.loads(text))
         states = saved[rank] if rank < len(saved) else {}

@@ -1,12 +1,13 @@
 """A checkpoint in a real bucket: bit-exact, idempotent, and never loaded where it does not belong."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from stoa.bucket import keys
-from stoa.bucket.manifest import Signer
+from stoa.bucket.manifest import Signer, canonical
 from stoa.bucket.store import Store
 from stoa.contracts.errors import CheckpointError, ObjectExistsError
 from trainer_gpu.checkpoint import (
@@ -62,6 +63,23 @@ def test_saving_the_same_step_again_is_no_error_even_if_grants_moved_on(store: S
     tensors["buffer.b"] += 1
     with pytest.raises(ObjectExistsError):
         save(store, signer, tensors)
+
+
+def test_manifest_that_lacks_what_it_need_not_say_is_read_with_nothing_in_its_place(store: Store, signer: Signer, tensors: dict) -> None:
+    """One without generator states and grants, which a trainer can go on from; without its settled groups it cannot."""
+    data = json.loads(store.get(save(store, signer, tensors), max_bytes=1 << 20).data)
+    for name in ("rng", "grants_position", "grants_open"):
+        del data["facts"][name]
+    key = keys.checkpoint("test", 1001, 5, "manifest.json")
+    store.create(key, canonical({**data, "sig": signer.sign(data)}))
+    document = read_document(store, key, IDENTITY, signer.public_key)
+    assert document.facts == replace(FACTS, rng="", grants_position=0, grants_open=())
+    assert dict(read_tensors(store, document.parts)).keys() == tensors.keys()
+    del data["facts"]["settled"]
+    key = keys.checkpoint("test", 1001, 6, "manifest.json")
+    store.create(key, canonical({**data, "sig": signer.sign(data)}))
+    with pytest.raises(CheckpointError, match="settled"):
+        read_document(store, key, IDENTITY, signer.public_key)
 
 
 @pytest.mark.parametrize(("field", "value"), [("run", "other"), ("layout_id", "x"), ("architecture", "dense")])

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from stoa.contracts.errors import CheckpointError
 from trainer_gpu.rng import Generator, as_text, capture, generators, restore
@@ -65,10 +66,20 @@ def test_state_with_cuda_is_read_without_and_one_without_leaves_cuda_as_seeded()
     assert device.state == 8
 
 
+def test_a_text_without_states_leaves_every_generator_as_it_is_and_names_them() -> None:
+    before = as_text([capture()])
+    with capture_logs() as said:
+        restore("", 3)
+    assert as_text([capture()]) == before
+    (warning,) = said
+    assert (warning["event"], warning["log_level"], warning["rank"]) == ("generators_not_restored", "warning", 3)
+    assert {"numpy", "python", "torch"} <= set(warning["generators"])
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "not a state", "", "5", "[5]", '{"torch":1}', '[{"torch":"!"}]', '[{"torch":"AAAA"}]', '[{"python":[3,[1,2],null]}]',
+        "not a state", " ", "5", "[5]", '{"torch":1}', '[{"torch":"!"}]', '[{"torch":"AAAA"}]', '[{"python":[3,[1,2],null]}]',
         '[{"python":"x"}]', '[{"numpy":["MT19937","AAAA",624,0,0.0]}]', '[{"numpy":null}]', f'[{{"numpy":["PCG64","{"A" * 4}",1,0,0.0]}}]',
     ],
 )  # fmt: skip
