@@ -1,42 +1,42 @@
 """Plays an examination of a checkpoint on this Mac: `python -m worker_mac.exam PLAN`, where PLAN is a file of `ExamTask`.
 
-No run, no Temporal: parts are claimed from the bucket until all are answered. Weights are the checkpoint's on the int8 grid
-of a run's first version, or an MLX export's own codes.
+No run, no Temporal: parts are claimed from the bucket until all are answered. What plays is this Mac, or the wired set that
+`cluster/sitting.py` makes; a part's answer does not depend on it.
 """
 
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
-import numpy as np
 import structlog
-from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model
 
 from environments import registry
 from environments.base import Environment
+from metal.sizes import ATTENTION_BYTES
 from stoa.bucket import keys
 from stoa.bucket.exams import EXAM_FORMAT, ExamPlan, ExamTask, answered, claim, open_exam, read_task
 from stoa.bucket.store import Store
+from stoa.config.host import MacHost
 from stoa.config.load import bucket_credentials
 from stoa.config.run import Bucket, Rollout
 from stoa.contracts.errors import CheckpointError, ObjectExistsError, StoaError, UsageError
 from stoa.rollouts.records import Episode, Fingerprint, Group, Timings
 from stoa.rollouts.shard import encode_group
 from stoa.telemetry import log as telemetry
-from stoa.weights import grid
 from stoa.weights.layout import Layout, layout_of
-from stoa.weights.state import WeightState
 from worker_mac import selftest
+from worker_mac.checkpoint import bring_in
 from worker_mac.ending import leave
 from worker_mac.guest import Guest
 from worker_mac.identity import project_version
+from worker_mac.memory import CACHE_BYTES, MARGIN_BYTES, Play, model_bytes
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
 from worker_mac.player import Player
@@ -46,62 +46,80 @@ from worker_mac.versions import Served
 from worker_mac.weights import LiveWeights
 
 POLL_SECONDS: Final = 1.0
+SPARE_BYTES: Final = ATTENTION_BYTES + CACHE_BYTES + MARGIN_BYTES
+"""What a step takes beside weights and pages."""
+TOLD: Final = "memory: "
+"""Begins a line that is for the person who asked."""
 _log = structlog.get_logger(__name__)
 
 
-def state_of(folder: Path, layout: Layout) -> WeightState:
-    """A checkpoint's weights as a run would publish them first. Raises CheckpointError if it has others than the layout.
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What an examination is played with. `live` is filled with the checkpoint; then `check()` raises if the whole computes wrongly."""
 
-    folder: a hub checkpoint that mlx_lm opens, or an export of ours at 8 bits and groups of 64.
-    """
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
-    quantised = config.get("quantization")
-    if quantised is not None and (quantised.get("bits"), quantised.get("group_size")) != (8, 64):
+    live: LiveWeights
+    model: Model
+    player: Player
+    check: Callable[[], None] = lambda: None
+
+
+Make = Callable[[Layout, Mapping[str, object], Environment, Path], Means]
+"""From a layout, its config.json, the task and a folder of its own."""
+
+
+def alone(layout: Layout, model_config: Mapping[str, object], environment: Environment, scratch: Path) -> Means:
+    """This Mac with nothing but itself. Raises CheckpointError if weights and the least of pages do not fit it."""
+    config = read_model_config(model_config)
+    item = 4 if layout.raw_dtype == "float32" else 2
+    whole = model_bytes(config, layout, item_bytes=item, activation_bytes=item)
+    limit = None
+    if mx.metal.is_available():
+        limit = int(int(mx.device_info()["max_recommended_working_set_size"]) * MacHost().memory_fraction)
+    need = whole.weights_bytes + Play(1, environment.limits.max_episode_tokens).least_pages * whole.page_bytes + 3 * whole.slot_bytes
+    tell_memory((f"weights take {_size(whole.weights_bytes)}{_of(limit)}",))
+    if limit is not None and need + SPARE_BYTES > limit:
         raise CheckpointError(
-            f"{folder} is quantised to {quantised.get('bits')} bits in groups of {quantised.get('group_size')}, not 8 in 64"
+            f"it takes {_size(need + SPARE_BYTES)} with the least of pages, this Mac may give {_size(limit)}",
+            hint="wire this Mac to others: `stoa eval CHECKPOINT --hosts hosts.json`",
         )
-    model, _ = load_model(folder, lazy=True)
-    arrays: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    state = WeightState.empty(layout)
-    for spec in layout.tensors:
-        missing = spec.name not in arrays
-        if missing:
-            raise CheckpointError(f"{folder} has no tensor {spec.name}")
-        if spec.kind != "int8":
-            values = np.array(arrays[spec.name].astype(mx.float32)).reshape(-1)
-            bits = state.bits(spec)
-            bits[...] = values.view(np.uint32) if bits.dtype == np.uint32 else grid.bf16_bits(values)
-        elif quantised is not None:
-            _copy_codes(state, spec.name, arrays, layout)
-        else:
-            found = grid.quantise(np.array(arrays[spec.name].astype(mx.float32)))
-            for array, made in zip(state.quantised(spec), found, strict=True):
-                array[...] = made.reshape(array.shape)
-    return state
+    player = Player(environment, Rollout(), layout, config, Guest(), folder=scratch, state_folder=scratch)
+    live = LiveWeights(layout)
+    return Means(live, Model(config, live.arrays), player)
 
 
-def _copy_codes(state: WeightState, name: str, arrays: Mapping[str, mx.array], layout: Layout) -> None:
-    spec = layout.by_name[name]
-    codes, scales, biases = state.quantised(spec)
-    codes[...] = np.array(arrays[name]).view(np.uint8).reshape(codes.shape)
-    for array, part in ((scales, spec.scales), (biases, spec.biases)):
-        array[...] = np.array(arrays[part].astype(mx.bfloat16).view(mx.uint16)).reshape(array.shape)
+def tell_memory(lines: Sequence[str]) -> None:
+    """Say, before anything is loaded, what it will take."""
+    for line in lines:
+        sys.stderr.write(f"{TOLD}{line}\n")
+    sys.stderr.flush()
+
+
+def told_of(where: str, held_bytes: int, limit: int | None) -> str:
+    """A line for one Mac."""
+    return f"{where}: weights of {_size(held_bytes)}{_of(limit)}"
+
+
+def _of(limit: int | None) -> str:
+    return "" if limit is None else f", of {_size(limit)} that may be taken"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 class Seat:
-    """One Mac in an examination."""
+    """One Mac, or one wired set, in an examination."""
 
-    def __init__(self, task: ExamTask, store: Store, scratch: Path) -> None:
+    def __init__(self, task: ExamTask, store: Store, scratch: Path, *, make: Make = alone) -> None:
         folder = Path(task.folder)
         config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
         layout = layout_of(config, task.dtype)
-        state = state_of(folder, layout)
-        self.state_id = state.state_id()
-        self._task, self._store = task, store
-        live, model_config = LiveWeights.of(state), read_model_config(config)
-        self._served = Served(0, self.state_id, Model(model_config, live.arrays), live)
         self._environment: Environment = registry.create(task.environment, task.settings, (folder / "tokenizer.json").read_bytes())
-        self._player = Player(self._environment, Rollout(), layout, model_config, Guest(), folder=scratch, state_folder=scratch)
+        means = make(layout, config, self._environment, scratch)
+        self.state_id = bring_in(folder, means.live.state)
+        means.check()
+        self._task, self._store, self._player = task, store, means.player
+        self._served = Served(0, self.state_id, means.model, means.live)
         self._sampling = Sampling(*task.sampling)
         self.plan = ExamPlan(
             EXAM_FORMAT, task.exam, self.state_id, json.dumps([task.environment, task.settings], sort_keys=True), task.question_ids,
@@ -132,6 +150,9 @@ class Seat:
             self._served, castings, lambda _, ended: episodes.extend(ended), should_stop=lambda: False, on_step=lambda done, tokens: None,
             sampling=self._sampling,
         )  # fmt: skip
+        # Those of a wired set come in halves: a part is in the order of its questions whoever plays it.
+        order = {question: number for number, question in enumerate(self.plan.part(part))}
+        episodes.sort(key=lambda episode: order[episode.question_id])
         num_tokens = sum(len(episode.logprobs) for episode in episodes)
         timings = Timings(started_at, time.monotonic() - began, num_sampled_tokens=num_tokens)
         device = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
@@ -146,7 +167,7 @@ class Seat:
         _log.info("part_played", part=part, num_episodes=len(episodes), seconds=timings.decode_seconds)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, make: Make = alone) -> int:
     """Play one task; returns the exit code."""
     (path,) = sys.argv[1:] if arguments is None else arguments
     try:
@@ -155,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
         bucket = Bucket.model_validate(task.bucket)
         store = Store(bucket, bucket_credentials(bucket), patience_seconds=60.0)
         with tempfile.TemporaryDirectory() as scratch:
-            num_played = Seat(task, store, Path(scratch)).sit()
+            num_played = Seat(task, store, Path(scratch), make=make).sit()
         sys.stdout.write(json.dumps({"host": task.host, "num_parts": num_played}) + "\n")
     except StoaError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))

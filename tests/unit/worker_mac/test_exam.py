@@ -15,7 +15,8 @@ from stoa.rollouts.records import Episode
 from stoa.rollouts.shard import decode_group
 from stoa.weights.export import write_mlx_folder
 from stoa.weights.layout import layout_of
-from worker_mac.exam import Seat, state_of
+from worker_mac.checkpoint import state_of
+from worker_mac.exam import Seat
 
 POLICY = Path(__file__).parents[3] / "environments" / "search" / "policy"
 QUESTIONS = registry.create("search", {}, (POLICY / "tokenizer.json").read_bytes()).question_ids("held_out")[:12]
