@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from environments import registry
+from environments import known
 from stoa.bucket import keys
 from stoa.bucket.head import Head, read_head
 from stoa.bucket.manifest import Signer, read_manifest
@@ -171,7 +171,7 @@ class OneMachine:
 
     def _mac_questions(self) -> Sequence[str]:
         tokenizer = (resolve_model_folder(self.config) / "tokenizer.json").read_bytes()
-        environment = registry.create(self.config.environment.name, self.config.environment.settings, tokenizer)
+        environment = known.create(self.config.environment.name, self.config.environment.settings, tokenizer)
         return environment.question_ids("train")
 
 
@@ -203,7 +203,7 @@ def one_machine(config: RunConfig, folder: Path) -> Iterator[OneMachine]:
         files = upload_model_files(store, RUN, model_folder)
         document = claim_run(store, new_run(config, signer, layout_id=layout.layout_id, model_files=files), signer)
         tokenizer = (model_folder / "tokenizer.json").read_bytes()
-        environment = registry.create(config.environment.name, config.environment.settings, tokenizer)
+        environment = known.create(config.environment.name, config.environment.settings, tokenizer)
         trainer = TrainerEngine(RunHandle(store, document, signer, environment, model_folder, "canary-trainer"))
         mac_store = Store(config.bucket, credentials, patience_seconds=30.0)
         mac = MacEngine(mac_store, document, environment, host=HOST, folder=folder / "mac", model_folder=model_folder)

@@ -16,7 +16,7 @@ from typing import Final
 from tokenizers import Tokenizer
 
 from cli.say import bytes_text, talk
-from environments import registry
+from environments import known
 from stoa.bucket.head import read_head
 from stoa.bucket.run_document import RunDocument, fetch_model_files
 from stoa.bucket.store import Store
@@ -124,7 +124,7 @@ def prompts_for(document: RunDocument, files: Path) -> tuple[str, list[list[int]
     tokenizer = (files / "tokenizer.json").read_bytes()
     named, rows = document.config.environment, list[list[int]]()
     try:
-        environment = registry.create(named.name, named.settings, tokenizer)
+        environment = known.create(named.name, named.settings, tokenizer)
         ids = environment.question_ids("held_out") or environment.question_ids("train")
         chosen = sorted({number * len(ids) // NUM_PROMPTS for number in range(NUM_PROMPTS)}) if ids else []
         rows = [list(environment.prompt_ids(ids[number])) for number in chosen]

@@ -14,7 +14,7 @@ from typing import Final
 
 from activities.connection import setup_namespace
 from cli.temporal import Control
-from environments import registry
+from environments import known
 from stoa.bucket import keys
 from stoa.bucket.head import Head, read_head
 from stoa.bucket.manifest import Signer
@@ -100,7 +100,7 @@ def check(config: RunConfig) -> Layout:
         raise CheckpointError(f"{folder}/config.json: not a table")
     layout = layout_of({str(name): value for name, value in model_config.items()}, config.learning.dtype)
     _check_weights(folder, layout)
-    registry.create(config.environment.name, config.environment.settings, tokenizer)
+    known.create(config.environment.name, config.environment.settings, tokenizer)
     return layout
 
 
@@ -111,7 +111,7 @@ def environment_faults(config: RunConfig, origin: Origin) -> list[Fault]:
     if tokenizer is None or not tokenizer.is_file():
         return []
     try:
-        registry.create(config.environment.name, config.environment.settings, tokenizer.read_bytes())
+        known.create(config.environment.name, config.environment.settings, tokenizer.read_bytes())
     except (ConfigError, UnknownNameError) as error:
         named = [key for key in config.environment.settings if f" {key} " in error.message]
         key = f"environment.settings.{named[0]}" if named else "environment.name"

@@ -15,7 +15,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from environments import registry
+from environments import known
 from environments.base import Environment
 from stoa.bucket import keys
 from stoa.bucket.head import read_head
@@ -135,7 +135,7 @@ class Reader:
         """None where the task's data is not on this machine: then only the ids are told of a question."""
         settings = self._document.config.environment
         try:
-            return registry.create(settings.name, settings.settings, self._tokenizer)
+            return known.create(settings.name, settings.settings, self._tokenizer)
         except StoaError:
             return None
 

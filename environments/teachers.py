@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tokenizers import Tokenizer
 
-from environments import copy_word, registry
+from environments import copy_word, known
 from environments.base import unknown_name
 from environments.demonstrations import Demonstration, Demonstrations, Written
 from environments.search import env as search
@@ -38,7 +38,7 @@ def teach(name: str, tokenizer_json: bytes, *, num_steps: int, batch_rows: int, 
 
 def _answers(name: str, tokenizer_json: bytes) -> list[Demonstration]:
     """Each training question with its first answer as the one turn."""
-    environment, renderer = registry.create(name, {}, tokenizer_json), ChatRenderer(tokenizer_json)
+    environment, renderer = known.create(name, {}, tokenizer_json), ChatRenderer(tokenizer_json)
     found: list[Demonstration] = []
     for question_id in environment.question_ids("train"):
         prompt = list(environment.prompt_ids(question_id))

@@ -9,7 +9,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from environments import registry
+from environments import known
 from environments.base import Environment
 from stoa.bucket.manifest import Signer
 from stoa.bucket.run_document import RunDocument, read_run
@@ -73,7 +73,7 @@ def open_run(config: RunConfig, store: Store, *, check_weights: bool = False) ->
     if check_weights:
         check_weight_files(document, folder)
     tokenizer = (folder / "tokenizer.json").read_bytes()
-    environment = registry.create(document.config.environment.name, document.config.environment.settings, tokenizer)
+    environment = known.create(document.config.environment.name, document.config.environment.settings, tokenizer)
     owner = f"{socket.gethostname()}-{os.getpid()}"
     return RunHandle(store, document, signer, environment, folder, owner)
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
 
 from environments.demonstrations import Demonstration
-from environments.registry import create
+from environments.known import create
 from environments.search.small_policy import shape, write_tokenizer
 from environments.search.teacher import Recipe, Teacher
 from environments.search.vocabulary import PAD, build_tokenizer

@@ -17,7 +17,7 @@ from typing import Any, Final
 import mlx.core as mx
 import structlog
 
-from environments import registry
+from environments import known
 from environments.base import Environment
 from metal.sizes import ATTENTION_BYTES
 from stoa.bucket import keys
@@ -114,7 +114,7 @@ class Seat:
         folder = Path(task.folder)
         config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
         layout = layout_of(config, task.dtype)
-        self._environment: Environment = registry.create(task.environment, task.settings, (folder / "tokenizer.json").read_bytes())
+        self._environment: Environment = known.create(task.environment, task.settings, (folder / "tokenizer.json").read_bytes())
         means = make(layout, config, self._environment, scratch)
         self.state_id = bring_in(folder, means.live.state)
         means.check()

@@ -23,7 +23,7 @@ from temporalio.worker import Worker
 
 from activities.connection import connect_forever, make_runtime, make_worker, require_namespace, supervise
 from activities.rollout import RolloutActivities
-from environments import registry
+from environments import known
 from stoa.bucket.head import read_head
 from stoa.bucket.run_document import RunDocument, fetch_model_files, read_run
 from stoa.bucket.store import Store
@@ -332,7 +332,7 @@ class _Worker:
         model_folder = folder / "model"
         fetch_model_files(self._store, document.model_files, model_folder)
         tokenizer = (model_folder / "tokenizer.json").read_bytes()
-        environment = registry.create(document.config.environment.name, document.config.environment.settings, tokenizer)
+        environment = known.create(document.config.environment.name, document.config.environment.settings, tokenizer)
         make, fingerprint = self._make, ""
         if make is None:
             verdict = run_selftest(lambda: fixed_model(self._guest.allowed.plain_ops))

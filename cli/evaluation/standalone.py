@@ -19,7 +19,7 @@ from cli import say
 from cli.evaluation.shown import FILE_FORMAT, Exam
 from cli.launch import open_store
 from cli.processes import Child, Household
-from environments import registry
+from environments import known
 from environments.base import Environment
 from stoa.bucket.exams import ExamPlan, ExamTask, answered, read_exam, write_task
 from stoa.bucket.store import Store
@@ -62,7 +62,7 @@ def examine(asked: Asked) -> Exam:
         raise UsageError("--samples is 1 to 16, --workers 1 to 64, --questions 0 or more")
     config = load_run(asked.config, asked.sets).model_copy(update={"model": asked.checkpoint})
     folder = locate_model(config)
-    environment = registry.create(config.environment.name, config.environment.settings, (folder / "tokenizer.json").read_bytes())
+    environment = known.create(config.environment.name, config.environment.settings, (folder / "tokenizer.json").read_bytes())
     question_ids = question_order(environment, asked.num_questions or NUM_QUESTIONS, asked.seed)
     name = asked.name or f"exam-{uuid.uuid4().hex[:12]}"
     with tempfile.TemporaryDirectory() as scratch, Household(Path(scratch)) as house:

@@ -26,6 +26,10 @@ class ConfigError(UsageError):
     """A setting is unknown, out of range, or contradicts another."""
 
 
+class BrokenEnvironmentError(ConfigError):
+    """The Python code of an environment, or the list that names it, cannot be loaded or run."""
+
+
 class ModelMissingError(UsageError):
     """A base checkpoint is not on this host and cannot be fetched."""
 
