@@ -4,10 +4,14 @@ An export is done only when another library has loaded it and said the same; the
 """
 
 import errno
+import fcntl
+import os
+import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +32,11 @@ LAST_FILE: Final = "config.json"
 """Goes to its place last: no library opens a folder without it."""
 OF_THE_DISK: Final = frozenset({"lost+found", ".DS_Store", ".Spotlight-V100", ".TemporaryItems", ".Trashes", ".fseventsd"})
 """What a system puts into a disk's root by itself: a disk with nothing else is empty."""
+SCRATCH: Final = ".stoa-export-"
+HELD: Final = "held"
+"""A file in a scratch folder that its export keeps locked: the system lets go of it, however that ends."""
+UNHELD_SECONDS: Final = 600.0
+"""A scratch folder without that file, and no younger than this, is not one that is just being made."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -149,10 +158,13 @@ def _placed(folder: Path) -> Iterator[Path]:
     """
     try:
         place = _resolved(folder)
+        above = next(path for path in (place, *place.parents) if path.exists())
+        clear_scratch(above)
         if place.exists():
             _check_empty(place, folder)
-        above = next(path for path in (place, *place.parents) if path.exists())
-        with tempfile.TemporaryDirectory(dir=above, prefix=".stoa-export-") as name:
+        with tempfile.TemporaryDirectory(dir=above, prefix=SCRATCH) as name, (Path(name) / HELD).open("wb") as held:
+            with suppress(OSError):  # a disk that knows no locks: what is left there is for its owner to remove
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             scratch = Path(name)
             yield scratch
             _move(scratch, place, folder)
@@ -165,6 +177,29 @@ def _placed(folder: Path) -> Iterator[Path]:
             raise DiskFullError(f"{folder}: the disk is full{where}", hint="make room or name a folder on another disk") from problem
         reason = (problem.strerror or str(problem)).lower()
         raise UsageError(f"{folder} cannot be written: {reason}{where}", hint="name a folder that you may write to") from problem
+
+
+def clear_scratch(above: Path) -> None:
+    """Remove what exports that were killed have left in `above`; those that still run hold theirs, and are let be."""
+    if not above.is_dir():
+        return
+    for path in above.glob(f"{SCRATCH}*"):
+        with suppress(OSError):
+            if path.is_dir() and not path.is_symlink() and not _is_held(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_held(scratch: Path) -> bool:
+    if not (scratch / HELD).is_file():
+        return time.time() - scratch.stat().st_mtime < UNHELD_SECONDS
+    number = os.open(scratch / HELD, os.O_RDWR)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(number)
+    return False
 
 
 def _resolved(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.export import _placed
+from cli.export import _placed, clear_scratch
 from stoa.contracts.errors import DiskFullError, UsageError
 
 FILES = ("a.json", "config.json", "model.safetensors")
@@ -124,7 +124,29 @@ def test_export_that_is_killed_never_looks_done(given: str, tmp_path: Path) -> N
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == b"writes\n"
+        above = tmp_path / given if given == "there" else tmp_path
+        clear_scratch(above)
+        assert list(above.glob(".stoa-export-*/out")), "one that runs is let be"
         running.send_signal(signal.SIGKILL)
     assert not (tmp_path / given / "config.json").exists()
     left = [path.name for path in (tmp_path / given if given == "there" else tmp_path).iterdir() if path.name != "there"]
     assert len(left) == 1 and left[0].startswith(".stoa-export-"), "and what is left says whose it is"
+    with _placed(tmp_path / given) as scratch:
+        fill(scratch)
+    assert names(tmp_path / given) == sorted(FILES), "and the next export of the same folder removes it"
+    assert not list(tmp_path.rglob(".stoa-export-*"))
+
+
+def test_what_is_not_an_exports_own_stays(tmp_path: Path) -> None:
+    """A folder that is just being made, which has no lock yet; one that links elsewhere; a file of such a name."""
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "kept").mkdir(parents=True)
+    (tmp_path / ".stoa-export-new").mkdir()
+    old = tmp_path / ".stoa-export-old"
+    old.mkdir()
+    os.utime(old, (0, 0))
+    (tmp_path / ".stoa-export-link").symlink_to("elsewhere")
+    (tmp_path / ".stoa-export-file").touch()
+    clear_scratch(tmp_path)
+    assert names(tmp_path) == [".stoa-export-file", ".stoa-export-link", ".stoa-export-new", "elsewhere"]
+    assert names(elsewhere) == ["kept"]
