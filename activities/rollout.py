@@ -17,9 +17,10 @@ from temporalio import activity
 
 from activities.edge import EngineProgress, EngineThread, application_error, attended, first_beat, must_run_again
 from stoa.contracts import names
-from stoa.contracts.errors import StoaError
+from stoa.contracts.errors import NamesakeError, StoaError
 from stoa.contracts.fleet_messages import Grant, Notice, SweepRequest, SweepResult
 from stoa.contracts.messages import Beat
+from stoa.contracts.namesakes import HINT, clash
 from stoa.contracts.ports import RolloutEngine
 
 _log = structlog.get_logger(__name__)
@@ -59,13 +60,16 @@ class RolloutActivities:
 
     def __init__(
         self,
+        run: str,
+        host: str,
         engine: RolloutEngine,
         thread: EngineThread | None = None,
         *,
         on_notice: Callable[[Notice], None] = lambda notice: None,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        """`on_notice` is told what the run has to say to this Mac's owner."""
+        """`on_notice` is told what the run has to say to this Mac's owner, also that it may not take part under this name."""
+        self._me = (run, host)
         self._engine = engine
         self._thread = thread or EngineThread("rollout")
         self._on_notice = on_notice
@@ -98,6 +102,8 @@ class RolloutActivities:
     @activity.defn(name=names.SWEEP, no_thread_cancel_exception=True)
     async def sweep(self, request: SweepRequest) -> SweepResult:
         """Play one sweep and ship its groups."""
+        if (request.run, request.host) != self._me:
+            raise self._not_mine(request.run, request.host)
         self._stop_going_on()
         self._is_unasked = False
         self._hold(request)
@@ -111,9 +117,19 @@ class RolloutActivities:
     async def notice(self, notice: Notice) -> None:
         """Tell this Mac's owner something."""
         activity.heartbeat(first_beat(notice))
+        if (notice.run, notice.host) != self._me:
+            raise self._not_mine(notice.run, notice.host, ends=notice.kind != "name_taken")
         if notice.kind != "free":
             self._forget_ahead()
         self._on_notice(notice)
+
+    def _not_mine(self, run: str, host: str, *, ends: bool = True) -> Exception:
+        """What came is another Mac's: the one on whose queue we are. Only a word to a namesake leaves us who is there."""
+        text = clash(run, host, self._me)
+        if ends:
+            self._forget_ahead()
+            self._on_notice(Notice(*self._me, "name_taken", text, ends=True))
+        return application_error(NamesakeError(text, hint=HINT))
 
     async def close(self) -> None:
         """Begin nothing more by itself, and wait until what is being played has ended. The engine is asked to be quick."""

@@ -118,7 +118,8 @@ class SwarmMac:
         """Join, and go and come back by chance, until the swarm ends."""
         swarm = self._swarm
         engine = await asyncio.to_thread(self._make_engine)
-        activities = RolloutActivities(engine, EngineThread("rollout", stall_seconds=STALL_SECONDS))
+        thread = EngineThread("rollout", stall_seconds=STALL_SECONDS)
+        activities = RolloutActivities(swarm.run, self._member.host, engine, thread)
         try:
             while not swarm.ended.is_set():
                 identity = Identity(swarm.folder / self._member.host, self._member.host)

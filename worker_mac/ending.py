@@ -12,8 +12,9 @@ from typing import Final, NoReturn
 
 import structlog
 
-from stoa.contracts.errors import AccessDeniedError, BuildTooOldError
+from stoa.contracts.errors import AccessDeniedError, BuildTooOldError, NamesakeError
 from stoa.contracts.fleet_messages import Notice
+from stoa.contracts.namesakes import HINT
 
 _log = structlog.get_logger(__name__)
 
@@ -46,6 +47,8 @@ def heed(notice: Notice | None) -> None:
     """End as the run said. Raises BuildTooOldError or AccessDeniedError where that is a failure; a Mac that may leave just leaves."""
     if notice is not None and notice.kind == "too_old":
         raise BuildTooOldError(notice.text)
+    if notice is not None and notice.kind == "name_taken":
+        raise NamesakeError(notice.text, hint=HINT)
     if notice is not None and notice.kind == "revoked":
         raise AccessDeniedError(notice.text, hint="ask who invited you for another token, then `stoa join` with it")
 

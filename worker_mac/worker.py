@@ -401,7 +401,7 @@ class _Worker:
         client = await connect()
         if client is None:
             return
-        activities = RolloutActivities(engine, on_notice=self._on_notice)
+        activities = RolloutActivities(self._run, self._host, engine, on_notice=self._on_notice)
         watching = asyncio.ensure_future(self._watch(client, config, document, engine, activities))
         clients = [client]
 

@@ -114,6 +114,15 @@ def notice(heartbeat_seconds: float) -> Limits:
     )
 
 
+def namesake(heartbeat_seconds: float) -> Limits:
+    """A word to one of the two Macs that poll a queue: it may reach the other one first, which passes it on."""
+    return Limits(
+        schedule_to_start=timedelta(seconds=heartbeat_seconds),
+        start_to_close=timedelta(seconds=heartbeat_seconds),
+        retry=RetryPolicy(initial_interval=timedelta(seconds=1), backoff_coefficient=1.0, maximum_attempts=6),
+    )
+
+
 def sweep(heartbeat_seconds: float, sweep_timeout_seconds: float) -> Limits:
     """Once: the session redoes a lost sweep under the same number."""
     silence = timedelta(seconds=heartbeat_seconds)

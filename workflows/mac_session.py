@@ -36,6 +36,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import limits, session_plan
     from workflows.calls import call, failure_kind, failure_text, forget
     from workflows.clock import TaskClock
+    from workflows.namesakes import Namesakes
     from workflows.search import upsert
     from workflows.shelf import Shelf
     from workflows.state import dump, first_session_progress
@@ -59,10 +60,10 @@ class MacSessionWorkflow:
         self._parts: list[EvalPart] = []
         self._ahead = workflow.patched(AHEAD_PATCH)
         self._shelf = Shelf(self._ask)
+        self._namesakes = Namesakes(self._given)
         self._sweep: ActivityHandle[SweepResult] | None = None
         self._teller: asyncio.Task[None] | None = None
         self._shown: dict[str, str | int | float] = {}
-        self._build = ""
         self._num_standings = 0
         self._memo_at = 0.0
         self._memo_state = ""
@@ -108,7 +109,7 @@ class MacSessionWorkflow:
     async def _admit(self) -> None:
         """Ask whether the worker that said hello may play. Nobody to ask: it may; the trainer looks at all it sends."""
         given, nonce = self._given, self._state.nonce
-        request = AdmitRequest(given.run, given.host, self._build, nonce)
+        request = AdmitRequest(given.run, given.host, self._state.build, nonce)
         num_standings = self._num_standings
         try:
             answer = await call(names.ADMIT_MAC, request, Admitted, limits.CONTROL)
@@ -236,6 +237,9 @@ class MacSessionWorkflow:
 
     async def _play_part(self, part: EvalPart) -> None:
         given = self._given
+        if self._namesakes.is_other(part.run, given.host):
+            await self._answer(part, None, f"this session is of run {given.run}")
+            return
         request = SweepRequest(
             given.run,
             given.host,
@@ -402,13 +406,17 @@ class MacSessionWorkflow:
     def hello(self, hello: Hello) -> None:
         """A Mac is here."""
         now = self._clock.now()
-        self._build = hello.build
-        self._state = session_plan.on_hello(self._state, hello, now)
+        if self._namesakes.is_other("", hello.host):
+            self._namesakes.turn_away(hello.host)
+        else:
+            self._state = session_plan.on_hello(self._state, hello, now)
 
     @workflow.signal(name=names.GOODBYE)
     def goodbye(self, goodbye: Goodbye) -> None:
         """A Mac leaves."""
-        self._state = session_plan.on_goodbye(self._state, goodbye, self._clock.now())
+        now = self._clock.now()
+        if not self._namesakes.is_other("", goodbye.host):
+            self._state = session_plan.on_goodbye(self._state, goodbye, now)
 
     @workflow.signal(name=names.EVAL_SWEEP)
     def eval_sweep(self, part: EvalPart) -> None:
@@ -421,14 +429,16 @@ class MacSessionWorkflow:
     def standing(self, standing: Standing) -> None:
         """The run decided about this Mac."""
         self._clock.now()
-        self._num_standings += 1
-        self._state = session_plan.on_standing(self._state, standing)
+        if not self._namesakes.is_other("", standing.host):
+            self._num_standings += 1
+            self._state = session_plan.on_standing(self._state, standing)
 
     @workflow.signal(name=names.RUN_STOPPED)
     def run_stopped(self, release: ReleaseRequest) -> None:
         """The run has ended; nobody there needs to be told that the Mac leaves."""
         self._clock.now()
-        self._state = replace(session_plan.ended(self._state, f"run stopped: {release.reason}"), told="ended")
+        if not self._namesakes.is_other(release.run, self._given.host):
+            self._state = replace(session_plan.ended(self._state, f"run stopped: {release.reason}"), told="ended")
 
     @workflow.query(name=names.SESSION_QUERY)
     def session(self) -> SessionStatus:

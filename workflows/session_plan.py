@@ -31,6 +31,7 @@ IDLE_HEAD_SECONDS: Final = 2.0
 HOT: Final = {"serious": "the Mac is hot", "critical": "the Mac is too hot"}
 """Why decoding itself is slow; a Mac that slows down is late, and nothing else is wrong with it."""
 MAX_TEXT: Final = 200
+MAX_BUILD: Final = 64
 MAX_UNSENT: Final = 16
 OUTAGE_SECONDS: Final = 120.0
 """So long a Mac should be able to play while the control plane is away."""
@@ -82,13 +83,15 @@ def on_hello(state: SessionProgress, hello: Hello, now: float) -> SessionProgres
     if state.state in ("ended", "refused") or not hello.nonce:
         return state
     state = replace(state, invite=hello.invite or state.invite, groups=_asked(hello.groups, state))
+    build = _said(hello.build, MAX_BUILD)
     if state.state == "away":
-        return _live(state, hello.nonce, now)
+        return _live(state, hello.nonce, build, now)
     if state.state in ("quarantined", "drained") and hello.nonce != state.nonce:
-        return replace(state, nonce=hello.nonce, seen_at=now, owed=state.state)
+        return replace(state, nonce=hello.nonce, build=build, seen_at=now, owed=state.state)
     if hello.nonce == state.nonce:
-        return replace(state, seen_at=now)
-    return replace(state, candidate=hello.nonce, candidate_at=now if hello.nonce != state.candidate else state.candidate_at)
+        return replace(state, build=build, seen_at=now)
+    candidate_at = now if hello.nonce != state.candidate else state.candidate_at
+    return replace(state, candidate=hello.nonce, candidate_build=build, candidate_at=candidate_at)
 
 
 def _asked(groups: int, state: SessionProgress) -> int:
@@ -96,13 +99,15 @@ def _asked(groups: int, state: SessionProgress) -> int:
     return _between(groups, 1, MAX_GROUPS) if groups else state.groups
 
 
-def _live(state: SessionProgress, nonce: str, now: float) -> SessionProgress:
+def _live(state: SessionProgress, nonce: str, build: str, now: float) -> SessionProgress:
     return replace(
         state,
         state="live",
         reason="",
         nonce=nonce,
+        build=build,
         candidate="",
+        candidate_build="",
         seen_at=now,
         joining=state.joining or nonce != state.nonce,
         num_failures=0,
@@ -140,7 +145,9 @@ def take_standing(state: SessionProgress) -> SessionProgress:
     """Between sweeps: a Mac that may not play stands by. The same state for one that may."""
     if state.standing in ("free", state.state) or state.state not in ("live", "drained"):
         return state
-    return replace(state, state=state.standing, reason=state.standing_reason, owed=state.standing, candidate="", resting=False)
+    return replace(
+        state, state=state.standing, reason=state.standing_reason, owed=state.standing, candidate="", candidate_build="", resting=False
+    )
 
 
 def notice_of(state: SessionProgress, kind: str, given: SessionInput) -> Notice:
@@ -168,7 +175,7 @@ def presence(state: SessionProgress) -> SessionState:
 def on_goodbye(state: SessionProgress, goodbye: Goodbye, now: float) -> SessionProgress:
     """A Mac leaves; a goodbye of one that is not live changes nothing for the live one."""
     if goodbye.nonce == state.candidate:
-        return replace(state, candidate="")
+        return replace(state, candidate="", candidate_build="")
     if state.state in ("live", "quarantined", "drained") and goodbye.nonce == state.nonce:
         return went_away(state, f"said goodbye: {goodbye.reason}" if goodbye.reason else "said goodbye", now)
     return state
@@ -177,7 +184,7 @@ def on_goodbye(state: SessionProgress, goodbye: Goodbye, now: float) -> SessionP
 def went_away(state: SessionProgress, reason: str, now: float) -> SessionProgress:
     """The live worker is gone; one that waits takes over at once."""
     if state.candidate:
-        return _live(state, state.candidate, now)
+        return _live(state, state.candidate, state.candidate_build, now)
     return replace(state, state="away", reason=_said(reason))
 
 
@@ -185,7 +192,7 @@ def take_over_if_due(state: SessionProgress, heartbeat_seconds: float, now: floa
     """While no sweep runs nothing shows whether the live worker lives: a waiting one takes over after its silence."""
     if not state.candidate or now - max(state.candidate_at, state.seen_at) < heartbeat_seconds:
         return state
-    return _live(state, state.candidate, now)
+    return _live(state, state.candidate, state.candidate_build, now)
 
 
 def ended(state: SessionProgress, reason: str) -> SessionProgress:

@@ -193,8 +193,12 @@ class SessionProgress:
     state: SessionState = "away"
     reason: str = "not joined yet"
     nonce: str = ""
+    build: str = ""
+    """Of the worker with this nonce."""
     candidate: str = ""
     """Nonce that says hello while another is live."""
+    candidate_build: str = ""
+    """Of the worker with that nonce."""
     candidate_at: float = 0.0
     seen_at: float = 0.0
     """Last hello of the live nonce."""

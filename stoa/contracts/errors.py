@@ -70,6 +70,15 @@ class BuildTooOldError(UsageError):
     """This installation is older than the run accepts."""
 
 
+class NamesakeError(UsageError):
+    """Macs of two runs have one name in Temporal, which is of run and host together; the one that came second may not take part.
+
+    A task that met the wrong one is tried again: it may reach the other.
+    """
+
+    retryable: ClassVar[bool] = True
+
+
 class ServiceError(StoaError):
     """A server (Temporal, the bucket) cannot be used."""
 

@@ -264,7 +264,7 @@ class Notice:
 
     run: str
     host: str
-    kind: Literal["free", "quarantined", "drained", "too_old", "revoked"]
+    kind: Literal["free", "quarantined", "drained", "too_old", "revoked", "name_taken"]
     text: str
     ends: bool = False
 

@@ -71,7 +71,7 @@ async def trainer(client: Client, run: str, folder: Folder, name: str, stop: asy
 
 
 async def mac(client: Client, run: str, folder: Folder, host: str, stop: asyncio.Event) -> None:
-    activities = RolloutActivities(FolderMac(folder, host))
+    activities = RolloutActivities(run, host, FolderMac(folder, host))
     nonce = secrets.token_hex(4)
 
     async def hello(reason: str) -> None:

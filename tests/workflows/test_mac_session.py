@@ -108,7 +108,7 @@ async def until(handle: Session, wanted: Callable[[SessionStatus], bool], second
 
 
 async def stop(handle: Session) -> SessionStatus:
-    await handle.signal(names.RUN_STOPPED, ReleaseRequest("r", "all steps are done"))
+    await handle.signal(names.RUN_STOPPED, ReleaseRequest(handle.id.split("-")[1], "all steps are done"))
     return await handle.result()
 
 
@@ -442,3 +442,39 @@ async def test_waits_are_added_up_by_what_was_waited_for(skipping: WorkflowEnvir
         await stop(handle)
     assert status.waits.keys() == {"room"}  # what it waited for last is why it waited
     assert 3.4 < status.waits["room"] < 6.0
+
+
+async def test_a_namesake_of_another_run_is_turned_away_and_never_plays_here(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client, sweep_gate=asyncio.Event())
+    world.on_grant = only(1)
+    start = given(run="a", host="b-c")
+    async with session(skipping, start, world) as handle:
+        await until(handle, lambda _: len(world.swept) == 1)
+        await handle.signal(names.HELLO, Hello("c", "theirs", "9.9.9"))
+        await handle.signal(names.HELLO, Hello("nobody", "nonsense"))
+        await handle.signal(names.GOODBYE, Goodbye("c", "nonce-1"))
+        await handle.signal(names.STANDING, Standing("a-b", "c", "quarantined", "edited rewards"))
+        await handle.signal(names.EVAL_SWEEP, EvalPart("a-b", "e", 4, 0, ("held-0",)))
+        await handle.signal(names.RUN_STOPPED, ReleaseRequest("a-b", "another run has ended"))
+        world.sweep_gate.set()
+        await until(handle, lambda status: status.num_sweeps == 2 and bool(world.notices))
+        assert [(one.run, one.host, one.kind, one.ends) for one in world.notices] == [("a-b", "c", "name_taken", True)]
+        assert "Mac b-c of run a and Mac c of run a-b" in world.notices[0].text
+        assert {(one.run, one.host, one.purpose) for one in world.swept} == {("a", "b-c", "train")}
+        assert [one.nonce for one in world.admitted] == ["nonce-1"]
+        await handle.signal(names.RUN_STOPPED, ReleaseRequest("a", "enough"))
+        assert (await handle.result()).reason == "run stopped: enough"
+
+
+async def test_a_namesake_does_not_take_the_place_of_a_mac_that_is_away(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client)
+    world.on_grant = only(0)
+    async with session(skipping, given(run="a", host="b-c", away_expiry_seconds=86_400), world) as handle:
+        await until(handle, lambda status: status.num_sweeps >= 1)
+        await handle.signal(names.GOODBYE, Goodbye("b-c", "nonce-1"))
+        await until(handle, lambda status: status.state == "away")
+        await handle.signal(names.HELLO, Hello("c", "theirs"))
+        await until(handle, lambda _: bool(world.notices))
+        assert (await handle.query(names.SESSION_QUERY, result_type=SessionStatus)).state == "away"
+        await handle.signal(names.RUN_STOPPED, ReleaseRequest("a", "enough"))
+        await handle.result()

@@ -65,7 +65,7 @@ async def until(wanted: object, seconds: float = 5.0) -> None:
 
 async def test_sweeps_held_ahead_are_played_when_nobody_asks_and_reported_when_somebody_does() -> None:
     engine = Engine()
-    activities = RolloutActivities(engine, patience_seconds=0.05)
+    activities = RolloutActivities("r", "mac", engine, patience_seconds=0.05)
     first = await ActivityEnvironment().run(activities.sweep, request(7, 8, 9))
     assert (first.sweep, first.unasked) == (7, False)
     await until(lambda: engine.played == [7, 8, 9])
@@ -80,7 +80,7 @@ async def test_sweeps_held_ahead_are_played_when_nobody_asks_and_reported_when_s
 
 async def test_mac_that_is_asked_in_time_plays_nothing_by_itself() -> None:
     engine = Engine()
-    activities = RolloutActivities(engine, patience_seconds=0.5)
+    activities = RolloutActivities("r", "mac", engine, patience_seconds=0.5)
     for number in range(4):
         result = await ActivityEnvironment().run(activities.sweep, request(number, number + 1))
         assert not result.unasked
@@ -90,7 +90,7 @@ async def test_mac_that_is_asked_in_time_plays_nothing_by_itself() -> None:
 
 async def test_lost_connection_leaves_the_sweep_playing_and_the_next_activity_gets_it() -> None:
     engine = Engine(free=False)
-    activities = RolloutActivities(engine, patience_seconds=5)
+    activities = RolloutActivities("r", "mac", engine, patience_seconds=5)
     env = ActivityEnvironment()
     running = asyncio.create_task(env.run(activities.sweep, request(3)))
     await until(lambda: engine.played == [3])
@@ -108,7 +108,7 @@ async def test_lost_connection_leaves_the_sweep_playing_and_the_next_activity_ge
 
 async def test_finished_sweep_asked_for_again_is_answered_without_playing() -> None:
     engine = Engine()
-    activities = RolloutActivities(engine)
+    activities = RolloutActivities("r", "mac", engine)
     results = [await ActivityEnvironment().run(activities.sweep, request(3)) for _ in range(2)]
     assert results[0] == results[1]
     assert engine.played == [3]
@@ -120,7 +120,7 @@ async def test_finished_sweep_asked_for_again_is_answered_without_playing() -> N
 @pytest.mark.parametrize("details", [ActivityCancellationDetails(cancel_requested=True), ActivityCancellationDetails(paused=True)])
 async def test_cancel_and_pause_reach_the_sweep_and_end_what_was_held_ahead(details: ActivityCancellationDetails) -> None:
     engine = Engine(free=False)
-    activities = RolloutActivities(engine, patience_seconds=0.05)
+    activities = RolloutActivities("r", "mac", engine, patience_seconds=0.05)
     env = ActivityEnvironment()
     running = asyncio.create_task(env.run(activities.sweep, request(3, 4)))
     await until(lambda: engine.played == [3])
@@ -141,7 +141,7 @@ async def test_cancel_and_pause_reach_the_sweep_and_end_what_was_held_ahead(deta
 async def test_failed_or_paused_sweep_is_played_again_and_ends_the_playing_ahead() -> None:
     engine = Engine()
     engine.fail = [ServiceUnavailableError("no bucket")]
-    activities = RolloutActivities(engine, patience_seconds=0.05)
+    activities = RolloutActivities("r", "mac", engine, patience_seconds=0.05)
     with pytest.raises(ApplicationError, match="no bucket"):
         await ActivityEnvironment().run(activities.sweep, request(3))
     await ActivityEnvironment().run(activities.sweep, request(3))
@@ -153,7 +153,7 @@ async def test_failed_or_paused_sweep_is_played_again_and_ends_the_playing_ahead
 
 async def test_part_of_an_evaluation_waits_behind_a_sweep_played_ahead_and_shows_it() -> None:
     engine = Engine()
-    activities = RolloutActivities(engine, EngineThread("rollout", beat_seconds=0.02), patience_seconds=0.05)
+    activities = RolloutActivities("r", "mac", engine, EngineThread("rollout", beat_seconds=0.02), patience_seconds=0.05)
     await ActivityEnvironment().run(activities.sweep, request(3, 4))
     engine.free.clear()
     await until(lambda: engine.played == [3, 4])
@@ -169,7 +169,7 @@ async def test_part_of_an_evaluation_waits_behind_a_sweep_played_ahead_and_shows
 
 async def test_notice_reaches_the_owner_and_stops_what_was_begun_unasked() -> None:
     engine, told = Engine(), list[Notice]()
-    activities = RolloutActivities(engine, on_notice=told.append, patience_seconds=0.05)
+    activities = RolloutActivities("r", "mac", engine, on_notice=told.append, patience_seconds=0.05)
     await ActivityEnvironment().run(activities.sweep, request(3, 4, 5))
     engine.free.clear()
     await until(lambda: engine.played == [3, 4])
@@ -182,7 +182,7 @@ async def test_notice_reaches_the_owner_and_stops_what_was_begun_unasked() -> No
 
 async def test_closing_ends_a_sweep_that_nobody_asked_for_and_begins_no_other() -> None:
     engine = Engine()
-    activities = RolloutActivities(engine, patience_seconds=0.05)
+    activities = RolloutActivities("r", "mac", engine, patience_seconds=0.05)
     await ActivityEnvironment().run(activities.sweep, request(3, 4, 5))
     engine.free.clear()
     await until(lambda: engine.played == [3, 4])
@@ -193,7 +193,7 @@ async def test_closing_ends_a_sweep_that_nobody_asked_for_and_begins_no_other() 
 
 async def test_sweep_that_ends_while_the_worker_shuts_down_is_the_last() -> None:
     engine = Engine(free=False)
-    activities = RolloutActivities(engine, patience_seconds=0.05)
+    activities = RolloutActivities("r", "mac", engine, patience_seconds=0.05)
     env = ActivityEnvironment()
     running = asyncio.create_task(env.run(activities.sweep, request(3, 4)))
     await until(lambda: engine.played == [3])
@@ -201,3 +201,31 @@ async def test_sweep_that_ends_while_the_worker_shuts_down_is_the_last() -> None
     assert (await running).status == "draining"
     await asyncio.sleep(0.2)
     assert engine.played == [3]
+
+
+async def test_a_mac_that_is_handed_what_is_its_namesakes_ends_and_plays_none_of_it() -> None:
+    engine, told = Engine(), list[Notice]()
+    activities = RolloutActivities("a-b", "c", engine, on_notice=told.append, patience_seconds=0.05)
+    for handed in (activities.sweep, activities.notice):
+        argument = (
+            SweepRequest("a", "b-c", 0, "train", ("q0",), 8) if handed == activities.sweep else Notice("a", "b-c", "quarantined", "no")
+        )
+        with pytest.raises(ApplicationError) as refused:
+            await ActivityEnvironment().run(handed, argument)
+        assert refused.value.type == "NamesakeError" and not refused.value.non_retryable
+        for words in ("Mac b-c of run a ", "Mac c of run a-b", "--host"):
+            assert words in str(refused.value)
+        assert [(one.run, one.host, one.kind, one.ends) for one in told] == [("a-b", "c", "name_taken", True)]
+        told.clear()
+    assert engine.played == []
+    await activities.close()
+
+
+async def test_a_mac_passes_on_what_its_namesake_is_told_and_plays_on() -> None:
+    engine, told = Engine(), list[Notice]()
+    activities = RolloutActivities("a", "b-c", engine, on_notice=told.append, patience_seconds=0.05)
+    await ActivityEnvironment().run(activities.sweep, SweepRequest("a", "b-c", 0, "train", ("q0",), 8))
+    with pytest.raises(ApplicationError):
+        await ActivityEnvironment().run(activities.notice, Notice("a-b", "c", "name_taken", "taken", ends=True))
+    assert (engine.played, told) == ([0], [])
+    await activities.close()

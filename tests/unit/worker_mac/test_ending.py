@@ -19,7 +19,7 @@ from stoa.bucket.store import Store
 from stoa.config.host import MacHost
 from stoa.config.load import LOOPBACK_KEY, LOOPBACK_SECRET, PROJECT_ROOT, Credentials, load_run
 from stoa.contracts.access import PLAIN
-from stoa.contracts.errors import AccessDeniedError, BuildTooOldError, StoaError
+from stoa.contracts.errors import AccessDeniedError, BuildTooOldError, NamesakeError, StoaError
 from stoa.contracts.fleet_messages import Notice
 from worker_mac.ending import LEAVE_SECONDS, LastCall, heed
 from worker_mac.identity import Identity
@@ -30,8 +30,10 @@ from worker_mac.sleeps import NoSleeps
 from worker_mac.worker import Options, _Worker
 
 
-@pytest.mark.parametrize(("kind", "fault"), [("revoked", AccessDeniedError), ("too_old", BuildTooOldError)])
-def test_a_worker_that_may_not_take_part_ends_with_the_reason(kind: Literal["revoked", "too_old"], fault: type[StoaError]) -> None:
+@pytest.mark.parametrize(("kind", "fault"), [("revoked", AccessDeniedError), ("too_old", BuildTooOldError), ("name_taken", NamesakeError)])
+def test_a_worker_that_may_not_take_part_ends_with_the_reason(
+    kind: Literal["revoked", "too_old", "name_taken"], fault: type[StoaError]
+) -> None:
     with pytest.raises(fault, match="because"):
         heed(Notice("demo", "mac-1", kind, "because", ends=True))
     heed(Notice("demo", "mac-1", "drained", "thank you", ends=True))

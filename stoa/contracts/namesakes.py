@@ -1,0 +1,28 @@
+"""Macs of two runs that have one name in Temporal: host `b-c` of run `a`, and host `c` of run `a-b`.
+
+A session and its queue are named by run and host with a dash between (`names.mac_queue`), so two such Macs would share both.
+Whose session it is says its run and host; whoever is handed something of the other one refuses it. Standard library only.
+"""
+
+from typing import Final
+
+from stoa.contracts.ids import is_name
+
+HINT: Final = "give this Mac another name: `--host NAME`, or ask for an invitation under another one"
+
+
+def namesakes(run: str, host: str) -> tuple[tuple[str, str], ...]:
+    """Every other (run, host) with the session and the queue of this one."""
+    whole = f"{run}-{host}"
+    cuts = [at for at, letter in enumerate(whole) if letter == "-" and at != len(run)]
+    return tuple((whole[:at], whole[at + 1 :]) for at in cuts if is_name(whole[:at]) and is_name(whole[at + 1 :]))
+
+
+def other_run(run: str, host: str, other_host: str) -> str:
+    """The run that has a namesake of this Mac under the host name `other_host`; "" if there is none."""
+    return next((found for found, its_host in namesakes(run, host) if its_host == other_host), "")
+
+
+def clash(run: str, host: str, other: tuple[str, str]) -> str:
+    """One sentence that names both. The first is the one that is there."""
+    return f"Mac {host} of run {run} and Mac {other[1]} of run {other[0]} have one name in Temporal, and the first is there already"
