@@ -104,6 +104,8 @@ def _of(limit: int | None) -> str:
 
 
 def _size(num_bytes: int) -> str:
+    if num_bytes < 1e6:
+        return f"{num_bytes / 1e3:.0f} kB"
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 

@@ -7,7 +7,7 @@ over. The answer to a part is create-only too: it counts once.
 Layout of exam.json: canonical JSON of `ExamPlan`. A claim holds the name of the Mac, for people.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -131,6 +131,18 @@ def claim(store: Store, plan: ExamPlan, host: str, *, now: float, expires_second
             continue
         return part
     return None
+
+
+def give_back(store: Store, plan: ExamPlan, hosts: Collection[str]) -> tuple[int, ...]:
+    """Free what these Macs claimed and did not answer, so that nobody waits for it; the parts. Only once they have ended."""
+    done, freed = answered(store, plan), dict[str, int]()
+    for key, (part, _) in keys.ours((found.key for found in store.list(keys.exam_claims_prefix(plan.exam))), keys.parse_exam_claim):
+        if part in done or part >= plan.num_parts:
+            continue
+        if parse_canonical(store.get(key, max_bytes=_MAX_BYTES).data, key).get("host") in hosts:
+            freed[key] = part
+    store.delete(freed)
+    return tuple(sorted(set(freed.values())))
 
 
 def _free(store: Store, plan: ExamPlan, void_before: float) -> Iterator[tuple[int, int]]:

@@ -159,20 +159,21 @@ class SetPlayer(Player):
         return joined(lanes.run(plays))
 
     def _halves(self, castings: Sequence[Casting], plan: MemoryPlan) -> list[list[Casting]]:
-        """Castings dealt out, a group to one half; one half where there is one group or no room for two pools.
+        """Castings dealt out, a group to one half, of an examination a question; one half where there is one or no room for two pools.
 
         Layers that are dealt out keep all Macs busy with one.
         """
-        if self._set.split == "tensor":
-            return [list(castings)]
-        groups = list(dict.fromkeys(casting.group for casting in castings))
         least = 1 + (plan.num_pages - 1) // NUM_LANES
-        if plan.max_rows < NUM_LANES or len(castings) < NUM_LANES or least < self._play_of("").least_pages:
+        if self._set.split == "tensor" or plan.max_rows < NUM_LANES or least < self._play_of("").least_pages:
             return [list(castings)]
-        if len(groups) < NUM_LANES:
-            return [list(castings)] if self._shared(castings) else [list(castings[n::NUM_LANES]) for n in range(NUM_LANES)]
-        place = {group: number % NUM_LANES for number, group in enumerate(groups)}
-        return [[casting for casting in castings if place[casting.group] == number] for number in range(NUM_LANES)]
+        owners = [casting.group for casting in castings]
+        if len(set(owners)) < NUM_LANES:
+            owners = [casting.question_id for casting in castings]
+        place = {owner: number % NUM_LANES for number, owner in enumerate(dict.fromkeys(owners))}
+        halves = [
+            [casting for casting, owner in zip(castings, owners, strict=True) if place[owner] == number] for number in range(NUM_LANES)
+        ]
+        return [half for half in halves if half]
 
     def _set_decoder(self, num_pages: int, num_slots: int) -> SetDecoder:
         made = self._made

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from stoa.bucket import keys
-from stoa.bucket.exams import EXAM_FORMAT, ExamPlan, answered, claim, open_exam, read_exam
+from stoa.bucket.exams import EXAM_FORMAT, ExamPlan, answered, claim, give_back, open_exam, read_exam
 from stoa.bucket.store import Store
 from stoa.contracts.errors import FormatError, ObjectExistsError, ObjectMissingError, RunMismatchError
 
@@ -50,6 +50,18 @@ def test_part_of_a_silent_mac_is_taken_over_once_and_counts_once(store: Store) -
         store.create(keys.exam_answer("silent", 0), b"of mac-a, which came back")
     assert answered(store, mine) == {0: keys.exam_answer("silent", 0)}
     assert claim(store, mine, "mac-c", now=later + 9999, expires_seconds=600) is None
+
+
+def test_what_a_mac_that_ended_had_claimed_is_free_at_once_and_what_it_answered_is_kept(store: Store) -> None:
+    mine = plan("ended")
+    hosts = ["mac-a", "mac-b", "mac-a"]
+    assert [claim(store, mine, host, now=time.time(), expires_seconds=600) for host in hosts] == [0, 1, 2]
+    store.create(keys.exam_answer("ended", 0), b"of mac-a")
+    assert give_back(store, mine, ["mac-a"]) == (2,)
+    assert claim(store, mine, "mac-c", now=time.time(), expires_seconds=600) == 2
+    assert claim(store, mine, "mac-c", now=time.time(), expires_seconds=600) is None, "part 1 is still mac-b's"
+    assert give_back(store, mine, ["mac-a"]) == ()
+    assert answered(store, mine) == {0: keys.exam_answer("ended", 0)}
 
 
 def test_macs_with_another_checkpoint_or_task_may_not_take_part(store: Store) -> None:

@@ -69,31 +69,38 @@ class QueueLink:
 
 
 @contextmanager
-def wired_set(config: Mapping[str, object], state: WeightState | None, spans: list[range], **options: object) -> Iterator[WiredSet]:
-    """A set that holds the weights of `state`, or zeros."""
-    from stoa.weights.layout import layout_of
-
+def followed(num_macs: int) -> Iterator[tuple[Ranks, QueueLink]]:
+    """The first of so many Macs: the others, and its link."""
     lost: list[StoaError] = []
-    queues, sums = [queue.Queue() for _ in spans], Sums(len(spans))
+    queues, sums = [queue.Queue() for _ in range(num_macs)], Sums(num_macs)
     threads, channels = [], []
-    for rank in range(1, len(spans)):
+    for rank in range(1, num_macs):
         here, there = socket.socketpair()
         channels.append(Channel(here, f"Mac {rank}"))
         follower = Follower(Channel(there, "the first Mac"), QueueLink(queues[rank - 1], queues[rank], rank, sums))
         threads.append(threading.Thread(target=_follow, args=(follower,), daemon=True))
         threads[-1].start()
     ranks = Ranks(channels, lost.append)
-    layout = state.layout if state is not None else layout_of(config, "float32")
     try:
-        wired = WiredSet(ranks, QueueLink(queues[-1], queues[0], 0, sums), config, layout, spans, **options)
-        if state is not None:
-            fill(wired, state)
-        yield wired
+        yield ranks, QueueLink(queues[-1], queues[0], 0, sums)
     finally:
         ranks.close()
         for thread in threads:
             thread.join(20)
         assert not any(thread.is_alive() for thread in threads)
+
+
+@contextmanager
+def wired_set(config: Mapping[str, object], state: WeightState | None, spans: list[range], **options: object) -> Iterator[WiredSet]:
+    """A set that holds the weights of `state`, or zeros."""
+    from stoa.weights.layout import layout_of
+
+    layout = state.layout if state is not None else layout_of(config, "float32")
+    with followed(len(spans)) as (ranks, link):
+        wired = WiredSet(ranks, link, config, layout, spans, **options)
+        if state is not None:
+            fill(wired, state)
+        yield wired
 
 
 def _follow(follower: Follower) -> None:
