@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from cli.report.record import RunRecord
+from cli.report.record import Held, RunRecord
+from cli.temporal import CONTROL_SILENT
 from stoa.contracts.errors import RunMissingError, ServiceError
 from stoa.contracts.fleet_messages import FleetMember, FleetPage, SessionStatus
 from stoa.contracts.sealed import host_of, is_invite
 
 _BARRED: Final = ("quarantined", "drained")
+SPEED: Final = "tokens/s: sampled in a Mac's newest sweep, over all of its time, pulls and waits too"
+"""What is meant wherever one number of a Mac's tokens a second stands."""
 
 
 class Fleet(Protocol):
@@ -61,17 +64,38 @@ def macs_of(control: Fleet, run: str, known: Mapping[str, SessionStatus] | None 
 
 
 def macs_or_left(control: Fleet, run: str, collect: Callable[[], RunRecord]) -> tuple[Macs, str]:
-    """The Macs of a run, and "". Of a run that has ended and for which nobody answers: what they said last, and its state.
+    """The Macs of a run, and "". Of one for which nobody answers: what is known of them, and in a sentence why it is not more.
 
-    Raises what `control` raises of a run that goes on.
+    Raises ServiceError while Temporal itself is away, unless the run has ended.
     """
     try:
         return macs_of(control, run), ""
-    except (ServiceError, RunMissingError):
+    except (ServiceError, RunMissingError) as problem:
         record = collect()
-        if record.state not in ("stopped", "failed"):
+        if record.state in ("stopped", "failed"):
+            return Macs(record.sessions, 0, ""), f"run {run} is {record.state}: this is what its Macs said last"
+        if isinstance(problem, ServiceError) and CONTROL_SILENT not in problem.message:
             raise
-        return Macs(record.sessions, 0, ""), record.state
+        known = {one.host: one for one in record.sessions}
+        here = {host: known.get(host, SessionStatus(host, "live", 0, -1)) for host in control.present(run)}
+        rows = known | {host: replace(one, state="live", reason="its session does not answer") for host, one in here.items()}
+        return Macs(tuple(rows[host] for host in sorted(rows)), len(here), ""), f"run {run} is {record.state}: {record.waiting_for}"
+
+
+def held_by(state: str, head_state: str) -> Held:
+    """What a run that is in `state`, whose HEAD tells Macs `head_state` ("" before there is one), has its Macs do."""
+    if state != "paused":
+        return ""
+    return "ahead" if head_state == "running" else "waits"
+
+
+def doing(mac: SessionStatus, held: Held) -> tuple[str, str]:
+    """The state of a Mac in a word, and why it is so: a pause of the run is no state of a session's own."""
+    if mac.state != "live" or not held:
+        return mac.state, mac.reason
+    if held == "ahead":
+        return "ahead", mac.reason or "plays on while the trainer is paused"
+    return "waits", mac.reason or "the run is paused"
 
 
 def with_revoked(macs: Macs, revoked: Mapping[str, str]) -> Macs:

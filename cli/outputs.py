@@ -64,7 +64,9 @@ OUTPUTS: Final[dict[str, Output]] = {
             **_RUN,
             "num_macs": "Macs that play.",
             "slowest": "Which is the slowest and why, in a sentence.",
-            "macs": "The fastest first: host, session (its workflow's id), sweep, state, version, tokens_per_second, place, reason...",
+            "note": "Why nothing newer is known, of a run for which nobody answers.",
+            "macs": "The fastest first: host, session (its workflow's id), sweep, state, doing (waits or ahead in a paused run), version, "
+            "tokens_per_second, place, reason...",
         }
     ),
     "episode show": Output({**_RUN, "num_masked": "Tokens that were given, not sampled."}, "cli.transcript:EpisodeView"),

@@ -27,7 +27,17 @@ from stoa.contracts.errors import StoaError
 _Answer = TypeVar("_Answer")
 MOST_CHANGED: Final = 40
 """Rows that are changed in place; with more it is quicker to fill the table anew."""
-_STATES = {"live": "green", "resting": "yellow", "away": "red", "quarantined": "red", "drained": "dim", "refused": "red", "ended": "dim"}
+_STATES = {
+    "live": "green",
+    "ahead": "green",
+    "waits": "yellow",
+    "resting": "yellow",
+    "away": "red",
+    "quarantined": "red",
+    "drained": "dim",
+    "refused": "red",
+    "ended": "dim",
+}
 
 
 class Source(Protocol):

@@ -14,7 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cli.report.record import RunRecord
+from cli.macs import SPEED, doing
+from cli.report.record import Held, RunRecord
 from cli.say import bytes_text, time_text
 from stoa.contracts.fleet_messages import SessionStatus
 
@@ -127,7 +128,7 @@ def block(record: RunRecord, max_steps: int, ui_url: str) -> RenderableType:
     if record.steps:
         parts.append(Text(f"rewards  {curve([row.metrics.get('reward_mean', 0.0) for row in record.steps])}"))
     if record.sessions:
-        parts.append(_fleet(record.sessions))
+        parts.append(_fleet(record.sessions, record.held))
     if ui_url:
         parts.append(Text(f"Temporal page {ui_url}", style="dim"))
     return Group(*parts)
@@ -168,25 +169,26 @@ def _numbers(record: RunRecord) -> RenderableType:
     return Text("   ".join(said))
 
 
-def _fleet(sessions: tuple[SessionStatus, ...]) -> RenderableType:
+def _fleet(sessions: tuple[SessionStatus, ...], held: Held) -> RenderableType:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in ("Mac", "state", "version", "sweeps", "groups", "tokens/s", "pull", "down", "up"):
         table.add_column(name, justify="left" if name in {"Mac", "state"} else "right", no_wrap=True)
     reasons: dict[str, list[str]] = {}
     for s in sessions:
-        speed = s.tokens_per_second or (s.num_sampled_tokens / s.decode_seconds if s.decode_seconds else 0.0)
+        state, reason = doing(s, held)
         # Of a Mac that only the bucket tells of, nobody counted sweeps, time and bytes.
         known = bool(s.num_sweeps or not s.num_groups)
         table.add_row(
-            f"{s.host} {s.place}".strip(), s.state, str(s.version) if s.version >= 0 else "-", str(s.num_sweeps) if known else "-",
-            str(s.num_groups), f"{speed:.0f}" if speed else "-",
+            f"{s.host} {s.place}".strip(), state, str(s.version) if s.version >= 0 else "-", str(s.num_sweeps) if known else "-",
+            str(s.num_groups), f"{s.tokens_per_second:.0f}" if s.tokens_per_second else "-",
             f"{s.pull_latency_seconds_last:.1f} s" if s.pull_latency_seconds_last else "-",
             bytes_text(s.bytes_down) if known else "-", bytes_text(s.bytes_up) if known else "-",
         )  # fmt: skip
-        if s.reason:
-            reasons.setdefault(s.reason, []).append(s.host)
+        if reason:
+            reasons.setdefault(reason, []).append(s.host)
     # Below the table, whose columns would otherwise be squeezed on a terminal of 80 columns.
-    return Group(table, *(Text(f"{', '.join(hosts)}: {reason}", style="dim") for reason, hosts in reasons.items()))
+    speeds = [Text(SPEED, style="dim")] if any(s.tokens_per_second for s in sessions) else []
+    return Group(table, *speeds, *(Text(f"{', '.join(hosts)}: {reason}", style="dim") for reason, hosts in reasons.items()))
 
 
 def curve(values: list[float]) -> str:

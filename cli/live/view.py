@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
+from cli.macs import doing
 from cli.report.cost import cost_of
 from cli.report.record import RunRecord
 from cli.say import bytes_text, time_text
@@ -157,7 +158,7 @@ def fleet_lines(record: RunRecord, rates: Rates) -> tuple[MacLine, ...]:
         MacLine(
             host=s.host,
             place=s.place,
-            state=s.state,
+            state=doing(s, record.held)[0],
             version=str(s.version) if s.version >= 0 else "-",
             staleness=str(record.version - s.version) if s.version >= 0 else "-",
             tokens_per_second=f"{s.tokens_per_second:.0f}" if s.tokens_per_second else "-",
@@ -169,7 +170,7 @@ def fleet_lines(record: RunRecord, rates: Rates) -> tuple[MacLine, ...]:
             pull=f"{s.pull_latency_seconds_last:.1f} s" if s.pull_latency_seconds_last else "-",
             join=f"{s.join_seconds:.1f} s" if s.join_seconds else "-",
             idle=_idle(s),
-            reason=s.reason or s.slow_because,
+            reason=doing(s, record.held)[1] or s.slow_because,
         )
         for s in rows
     )

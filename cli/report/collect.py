@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 
-from cli.macs import macs_of
+from cli.macs import held_by, macs_of
 from cli.report.look import look_at
 from cli.report.noted import with_noted
 from cli.report.record import HostShare, RunFacts, RunRecord, StepRow, VersionRow
@@ -239,6 +239,7 @@ class Collector:
             facts=facts,
             state=state,
             waiting_for=self._silence or (status.waiting_for if status is not None else ""),
+            held=held_by(state, head.state if head is not None else ""),
             end_reason=status.end_reason if status is not None else (result.end_reason if result is not None else ""),
             started_at=started_at,
             ended_at=ended_at,

@@ -5,11 +5,15 @@ Only shapes: `collect.py` fills them from the bucket and the sessions, `summary.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from cli.transcript import EpisodeView
 from stoa.config.run import Prices
 from stoa.contracts.evaluation_messages import EvaluationResult
 from stoa.contracts.fleet_messages import SessionStatus
+
+Held = Literal["", "waits", "ahead"]
+"""What a paused run has its Macs do: wait, or play on while the trainer alone is paused. "" for one that is not paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,7 @@ class RunRecord:
     facts: RunFacts
     state: str = "created"
     waiting_for: str = ""
+    held: Held = ""
     end_reason: str = ""
     started_at: float = 0.0
     ended_at: float = 0.0

@@ -13,7 +13,7 @@ from textual.widgets import ContentSwitcher, DataTable, Static
 from cli.live.app import Live
 from cli.live.pictures import star_lines, timeline_lines
 from cli.live.snapshot import take
-from cli.live.view import Look, alarm_lines, rates_between, slowest_line, view_of
+from cli.live.view import Look, Rates, alarm_lines, fleet_lines, rates_between, slowest_line, view_of
 from cli.report.record import HostShare, RunRecord, SweepBar
 from stoa.contracts.errors import ServiceUnavailableError, UsageError
 from tests.unit.cli.records import record, session, step, sweep
@@ -270,6 +270,12 @@ def test_rates_are_differences_and_a_mac_that_began_anew_counts_from_nothing() -
 def test_fleet_tells_of_groups_and_lag() -> None:
     first = next(line for line in view_of(Look(0.0, running()), None, 8).fleet if line.host == "mac-1")
     assert (first.accepted, first.refused, first.staleness, first.heat, first.place) == ("4", "2", "0", "nominal", "Lyon")
+
+
+def test_macs_of_a_paused_run_are_not_shown_as_if_they_played() -> None:
+    macs = (session("mac-1"), session("mac-2", state="away", reason="lost"))
+    rows = {row.host: (row.state, row.reason) for row in fleet_lines(running(state="paused", held="waits", sessions=macs), Rates())}
+    assert rows == {"mac-1": ("waits", "the run is paused"), "mac-2": ("away", "lost")}
 
 
 def test_alarms_are_told_once_newest_first_and_shut_out_macs_before_them() -> None:

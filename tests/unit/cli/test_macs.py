@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from cli.macs import Macs, macs_of, macs_or_left, with_revoked
-from stoa.contracts.errors import ServiceUnavailableError
+from cli.macs import Macs, doing, held_by, macs_of, macs_or_left, with_revoked
+from stoa.contracts.errors import RunMissingError, ServiceUnavailableError
 from stoa.contracts.fleet_messages import FleetMember, FleetPage, SessionStatus
 from tests.unit.cli.records import record, session
 
@@ -81,11 +81,60 @@ class Silent(Control):
 
 def test_of_a_run_that_has_ended_the_macs_last_words_are_told() -> None:
     left = (session("mac-1"), session("mac-2"))
-    macs, ended = macs_or_left(Silent(), "demo", lambda: record(state="stopped", sessions=left))
-    assert (macs.sessions, macs.num_unlisted, ended) == (left, 0, "stopped")
+    macs, note = macs_or_left(Silent(), "demo", lambda: record(state="stopped", sessions=left))
+    assert (macs.sessions, macs.num_unlisted, note) == (left, 0, "run demo is stopped: this is what its Macs said last")
     assert macs_or_left(Control(said=(playing("mac-1", 100.0),)), "demo", record)[1] == ""
+
+
+def test_run_that_was_resumed_without_workers_is_answered_for() -> None:
+    begins = record(state="created", waiting_for="waiting for the trainer's control process to start", sessions=())
+    macs, note = macs_or_left(Silent(), "demo", lambda: begins)
+    assert (macs.sessions, note) == ((), "run demo is created: waiting for the trainer's control process to start")
+
+
+def test_macs_of_a_run_whose_control_process_is_away_are_named() -> None:
+    silent = Silent(said=(playing("mac-1", 0.0), playing("mac-3", 0.0)))
+    known = (session("mac-1"), session("mac-2", state="ended", reason="told by the bucket alone"))
+    macs, note = macs_or_left(silent, "demo", lambda: record(state="running", waiting_for="it is silent", sessions=known))
+    assert [(one.host, one.state, one.num_groups, one.reason) for one in macs.sessions] == [
+        ("mac-1", "live", 32, "its session does not answer"),
+        ("mac-2", "ended", 32, "told by the bucket alone"),
+        ("mac-3", "live", 0, "its session does not answer"),
+    ]
+    assert (macs.num_macs, note) == (2, "run demo is running: it is silent")
+
+
+class Forgetful(Control):
+    """A Temporal that knows no such run."""
+
+    def fleet_view(self, run: str) -> FleetPage:
+        raise RunMissingError(f"run {run}: Temporal knows no such run")
+
+
+class Away(Control):
+    """No Temporal at all."""
+
+    def fleet_view(self, run: str) -> FleetPage:
+        raise ServiceUnavailableError("Temporal at somewhere does not answer")
+
+
+def test_run_that_temporal_has_forgotten_is_answered_for_and_a_temporal_that_is_away_is_an_error() -> None:
+    going = record(state="running", waiting_for="nothing: Temporal knows no such run", sessions=())
+    assert macs_or_left(Forgetful(), "demo", lambda: going)[1] == "run demo is running: nothing: Temporal knows no such run"
     with pytest.raises(ServiceUnavailableError):
-        macs_or_left(Silent(), "demo", lambda: record(state="running"))
+        macs_or_left(Away(), "demo", lambda: going)
+    assert macs_or_left(Away(), "demo", lambda: record(state="stopped"))[0].sessions == record().sessions
+
+
+def test_macs_of_a_paused_run_wait_or_play_ahead_and_the_reason_is_told() -> None:
+    mac, gone = playing("mac-1", 100.0), replace(playing("mac-2", 0.0), state="away", reason="lost")
+    assert (held_by("running", "running"), held_by("paused", "paused"), held_by("paused", "running")) == ("", "waits", "ahead")
+    assert held_by("paused", "") == "waits", "before a first version there is nothing to play"
+    assert doing(mac, "") == ("live", "")
+    assert doing(mac, "waits") == ("waits", "the run is paused")
+    assert doing(mac, "ahead") == ("ahead", "plays on while the trainer is paused")
+    assert doing(replace(mac, reason="room: 4 groups ahead"), "ahead") == ("ahead", "room: 4 groups ahead")
+    assert doing(gone, "waits") == ("away", "lost"), "a pause is not why it is away"
 
 
 def test_revoked_macs_are_shown_as_refused_with_the_reason() -> None:

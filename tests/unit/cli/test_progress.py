@@ -69,6 +69,7 @@ def test_ended_run_tells_why_it_ended_not_what_it_was_doing_then() -> None:
 def test_terminal_block_shows_what_is_waited_for() -> None:
     stream = io.StringIO()
     now = record(state="running", waiting_for="step 5: waiting for groups", live_step=6, versions=(version(0), version(1), version(2)))
+    now = replace(now, sessions=(session("mac-1", tokens_per_second=2000.0),))
     Console(file=stream, width=160, force_terminal=True, color_system=None).print(block(now, 96, "http://127.0.0.1:1"))
     text = stream.getvalue()
     for part in ("step 5: waiting for groups", "step 6/96", "version 2", "mac-1", "2000", "http://127.0.0.1:1", "delta 2.0 kB of 40.0 kB"):
@@ -99,6 +100,15 @@ def test_speed_of_a_mac_is_that_which_other_screens_show() -> None:
     text = "\n".join(shown(record(state="running", sessions=(session("mac-1", tokens_per_second=718.4),))))
     assert " 718 " in text
     assert "2000" not in text, "over all its decoding: another number, which the report has"
+
+
+def test_status_of_a_paused_run_says_what_its_macs_do_and_what_tokens_a_second_mean() -> None:
+    macs = (session("mac-1", tokens_per_second=718.4),)
+    lines = shown(record(state="paused", held="waits", sessions=macs))
+    assert next(line.split()[:2] for line in lines if line.startswith("mac-1 ")) == ["mac-1", "waits"]
+    assert any(line.startswith("mac-1: the run is paused") for line in lines)
+    assert any(line.startswith("tokens/s: sampled in a Mac's newest sweep") for line in lines)
+    assert not any(line.startswith("tokens/s:") for line in shown(record(state="running"))), "no speed, no word on it"
 
 
 def test_evaluations_of_before_are_not_told_as_if_made_now() -> None:
