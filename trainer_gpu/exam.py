@@ -6,7 +6,7 @@ fixed by the seed, so that every evaluation of a run asks the same questions.
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import structlog
@@ -28,6 +28,8 @@ from trainer_gpu.referee import Referee, rules_of
 log = structlog.get_logger()
 
 MAX_ERROR_CHARS = 300
+MAX_REDEALT = 400
+"""Parts that one answer names to be dealt again."""
 
 
 def marks_of(
@@ -105,7 +107,8 @@ class Examiner:
     def summarise(self, request: SummariseRequest, progress: Progress) -> EvaluationResult:
         """Mark all parts and write the summary, create-only; a second call returns the first one's result.
 
-        A part that is not what it claims to be costs its own questions, which the result names as missing, and no others'.
+        A part that is not what it claims to be costs its own questions and no others'. Of a request that may have parts dealt
+        again (`questions_a_part`) the result names them and nothing is written; else it says how many questions are missing.
 
         Raises:
             GroupRefusedError, BucketError: no part is any good; what is wrong with the first one.
@@ -126,9 +129,11 @@ class Examiner:
             marks += fresh
             marked.update(mark.question_id for mark in fresh)
             progress.report(f"marked {len(marked)} of {request.num_questions}")
+        result = _result(request, marks, key)
+        if request.questions_a_part and len(marked) < request.num_questions:
+            return replace(result, redeal=self._unanswered(request, marked))
         if refused and not marks:
             raise refused[0]
-        result = _result(request, marks, key)
         if len(marked) < request.num_questions:
             why = f"; {len(refused)} parts were refused: {refused[0].message}" if refused else ""
             result = replace(result, error=f"{request.num_questions - len(marked)} questions have no episode{why}"[:MAX_ERROR_CHARS])
@@ -138,6 +143,12 @@ class Examiner:
             result = read_summary(self._store, key).result
         log.info("evaluation_summarised", evaluation=request.evaluation, version=request.version, pass_at_1=result.pass_at_1)
         return result
+
+    def _unanswered(self, request: SummariseRequest, marked: Collection[str]) -> tuple[int, ...]:
+        """Parts with a question that has no mark, the first ones of very many."""
+        order = question_order(self._environment, request.num_questions, request.sample_seed)
+        parts = sorted({place // request.questions_a_part for place, question in enumerate(order) if question not in marked})
+        return tuple(parts[:MAX_REDEALT])
 
     def _marks(self, key: str, request: SummariseRequest) -> tuple[Mark, ...]:
         if not key.startswith(keys.eval_parts_prefix(request.run, request.version, request.evaluation)):

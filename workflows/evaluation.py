@@ -35,6 +35,10 @@ MIN_POLL_SECONDS = 1.0
 MAX_POLL_SECONDS = 10.0
 MAX_EPISODES_A_PART = 256
 """So many episodes the object of a part may hold."""
+MAX_REDEALS = 2
+"""How often parts are dealt again because what came of them was no good."""
+MAX_DOUBTED = 16
+"""Keys of such parts that the last summary looks at once more, to say what was wrong."""
 
 
 @workflow.defn(name=names.EVALUATION)
@@ -50,6 +54,7 @@ class EvaluationWorkflow:
         self._num_questions = 0
         self._dirty = False
         self._stopped = ""
+        self._doubted: tuple[str, ...] = ()
         self._shown: dict[str, str | int | float] = {}
 
     @workflow.run
@@ -59,9 +64,7 @@ class EvaluationWorkflow:
         error, kind = "", ""
         result = self._empty()
         try:
-            await asyncio.wait_for(self._collect(), given.timeout_seconds)
-            self._show("scoring")
-            result = await self._summarise()
+            result = await self._examine()
         except TimeoutError:
             kind = "StarvedError"
             error = f"{len(self._deal.done)} of {self._deal.num_parts} parts came within {given.timeout_seconds:g} s"
@@ -77,10 +80,35 @@ class EvaluationWorkflow:
             raise ApplicationError(error, type=kind, non_retryable=True)
         return result
 
-    async def _collect(self) -> None:
+    async def _examine(self) -> EvaluationResult:
+        """Collect and mark. Parts that are no good are dealt again, to others; if those do not come in time, what there is counts."""
+        ends_at = self._clock.now() + self._given.timeout_seconds
+        await asyncio.wait_for(self._begin(), self._given.timeout_seconds)
+        num_redeals = 0
+        while True:
+            self._show("scoring")
+            seconds = ends_at - self._clock.now()
+            result = await self._summarise(is_final=num_redeals == MAX_REDEALS or seconds <= 0)
+            if not result.redeal:
+                return result
+            num_redeals += 1
+            workflow.logger.warning("parts_dealt_again", extra={"parts": result.redeal})
+            bad = [key for one in self._deal.done if one.part in result.redeal for key in one.keys]
+            self._doubted = (*self._doubted, *bad)[:MAX_DOUBTED]
+            self._deal = parts.redeal(self._deal, result.redeal)
+            self._show("dealing")
+            try:
+                await asyncio.wait_for(self._collect(), seconds)
+            except TimeoutError:
+                workflow.logger.warning("parts_missing", extra={"parts": self._deal.num_parts - len(self._deal.done)})
+
+    async def _begin(self) -> None:
         await self._questions_of(0)
         size = self._questions_a_part
         self._deal = parts.Deal((self._num_questions + size - 1) // size)
+        await self._collect()
+
+    async def _collect(self) -> None:
         poll_seconds = MIN_POLL_SECONDS
         hosts: tuple[str, ...] = ()
         while not self._deal.is_done and not self._stopped:
@@ -125,7 +153,7 @@ class EvaluationWorkflow:
             hosts += page.hosts
             if not page.hosts:
                 break
-        return parts.trusted(hosts, self._given.suspects)
+        return parts.trusted(hosts, (*self._given.suspects, *self._deal.barred))
 
     async def _send(self, handing: parts.Handed) -> None:
         given = self._given
@@ -146,9 +174,18 @@ class EvaluationWorkflow:
             self._questions[part] = answer.question_ids
         return self._questions[part]
 
-    async def _summarise(self) -> EvaluationResult:
+    async def _summarise(self, *, is_final: bool) -> EvaluationResult:
         given = self._given
-        request = SummariseRequest(given.run, given.evaluation, given.version, self._deal.keys, self._num_questions, given.num_samples)
+        request = SummariseRequest(
+            given.run,
+            given.evaluation,
+            given.version,
+            (*self._deal.keys, *self._doubted),
+            self._num_questions,
+            given.num_samples,
+            given.sample_seed,
+            0 if is_final else self._questions_a_part,
+        )
         return await call(names.SUMMARISE_EVALUATION, request, EvaluationResult, limits.SCORING)
 
     async def _report(self, result: EvaluationResult) -> None:

@@ -41,6 +41,8 @@ class Deal:
     done: tuple[EvalPartDone, ...] = ()
     faults: tuple[Faults, ...] = ()
     seconds: tuple[float, ...] = ()
+    barred: tuple[str, ...] = ()
+    """Macs that answered a part which was no good."""
 
     @property
     def is_done(self) -> bool:
@@ -121,9 +123,28 @@ def _fault(deal: Deal, failed: Handed, now: float) -> Deal:
     )
 
 
+def redeal(deal: Deal, bad: tuple[int, ...]) -> Deal:
+    """The deal with these parts open again, and whoever answered them barred."""
+    kept = [(one, seconds) for one, seconds in zip(deal.done, deal.seconds, strict=True) if one.part not in bad]
+    hosts = {one.host for one in deal.done if one.part in bad}
+    return replace(
+        deal,
+        done=tuple(one for one, _ in kept),
+        seconds=tuple(seconds for _, seconds in kept),
+        barred=tuple(sorted(hosts | set(deal.barred))),
+    )
+
+
 def newest(deal: Deal, limit: int = 40) -> Deal:
     """The deal with no more of each list than one message carries."""
-    return replace(deal, handed=deal.handed[-limit:], done=deal.done[-limit:], faults=deal.faults[-limit:], seconds=deal.seconds[-limit:])
+    return replace(
+        deal,
+        handed=deal.handed[-limit:],
+        done=deal.done[-limit:],
+        faults=deal.faults[-limit:],
+        seconds=deal.seconds[-limit:],
+        barred=deal.barred[-limit:],
+    )
 
 
 def players(deal: Deal, limit: int = 50) -> tuple[EvalPlayer, ...]:
@@ -150,5 +171,5 @@ def _player(host: str, answers: list[tuple[EvalPartDone, float]]) -> EvalPlayer:
 
 
 def trusted(hosts: tuple[str, ...], suspects: tuple[str, ...]) -> tuple[str, ...]:
-    """Hosts that may be examined on: those under suspicion only where there is nobody else."""
+    """Hosts that may be examined on: those under suspicion, or barred, only where there is nobody else."""
     return tuple(host for host in hosts if host not in suspects) or hosts

@@ -148,6 +148,9 @@ class SummariseRequest:
     keys: tuple[str, ...]
     num_questions: int
     num_samples: int = 1
+    sample_seed: int = 0
+    questions_a_part: int = 0
+    """With it, questions that no part has are told as `redeal` and nothing is written; 0: the summary is final."""
 
 
 @dataclass(frozen=True)
@@ -176,3 +179,5 @@ class EvaluationResult:
     mean_answer_words: float = 0.0
     truncated_rate: float = 0.0
     malformed_rate: float = 0.0
+    redeal: tuple[int, ...] = ()
+    """Parts that are to be played again, by other Macs; of a result that stands, none."""

@@ -329,6 +329,22 @@ async def test_part_of_a_failing_mac_is_given_to_another_and_counted_once(client
     assert players == ["mac-a", "mac-b"]
 
 
+async def test_parts_that_were_no_good_are_played_again_by_other_macs(client: Client) -> None:
+    world = World(client, liar="mac-b")
+    await Fleet(client, world, ("mac-a", "mac-b")).evaluate(num_questions=120, questions_a_part=20)
+    first, last = world.summarised
+    lied = {key.rsplit("/", 1)[1] for key in first.keys if key.endswith("mac-b")}
+    assert lied, "both Macs play"
+    assert {key.rsplit("/", 1)[1] for key in last.keys} - lied == {f"{part}-mac-a" for part in range(6)}
+
+
+async def test_parts_that_nobody_plays_well_end_after_so_many_deals(client: Client) -> None:
+    world = World(client, liar="mac-b")
+    result = await Fleet(client, world, ("mac-b",)).evaluate(num_questions=40, questions_a_part=20)
+    assert [request.questions_a_part for request in world.summarised] == [20, 20, 0]
+    assert world.reported == [result]
+
+
 async def test_part_of_a_silent_mac_is_given_to_another(client: Client) -> None:
     world = World(client)
     fleet = Fleet(client, world, ("mac-a", "mac-b"))

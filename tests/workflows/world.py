@@ -6,7 +6,7 @@ Everything is in memory and driven by fields that a test sets; workflows cannot 
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from temporalio import activity
@@ -98,6 +98,8 @@ class World:
     waits_for_versions: bool = True
     step_gate: asyncio.Event | None = None
     sweep_gate: asyncio.Event | None = None
+    liar: str = ""
+    """What this Mac answers of an evaluation is no good."""
     frozen_host: str = ""
     """Its sweeps begin, and then nothing is heard of them, as if its process had been killed."""
     held_from: int | None = None
@@ -234,7 +236,10 @@ class World:
     @activity.defn(name=names.SUMMARISE_EVALUATION)
     async def summarise(self, request: SummariseRequest) -> EvaluationResult:
         self.summarised.append(request)
-        return scored(request.run, request.evaluation, request.version, num_questions=request.num_questions)
+        result = scored(request.run, request.evaluation, request.version, num_questions=request.num_questions)
+        liars = {int(key.rsplit("/", 1)[1].split("-")[0]) for key in request.keys if key.endswith(self.liar)} if self.liar else set[int]()
+        told = {int(key.rsplit("/", 1)[1].split("-")[0]) for key in request.keys if not self.liar or not key.endswith(self.liar)}
+        return replace(result, redeal=tuple(sorted(liars - told)) if request.questions_a_part else ())
 
     @activity.defn(name=names.REPORT_EVALUATION)
     async def report_evaluation(self, result: EvaluationResult) -> None:

@@ -123,6 +123,24 @@ def test_a_part_that_lies_costs_its_own_questions_only(store: Store, examiner: E
     assert result.error == f"1 questions have no episode; 4 parts were refused: {elsewhere} is no part of evaluation ev"
 
 
+def test_parts_with_a_question_unanswered_are_named_and_nothing_is_written_until_it_is_final(store: Store, examiner: Examiner) -> None:
+    questions = examiner.held_out("test", 5, 0)
+    first, third = ([answer_of(question, right=True) for question in of] for of in (questions[:2], questions[4:]))
+    honest = put(store, part_of(first), 0)
+    lie = put(store, part_of([replace(answer_of(question, right=False), reward=1.0) for question in questions[2:4]], host="liar"), 1)
+    again = put(store, part_of(first, host="liar"), 2)  # another part's questions in place of its own
+    request = SummariseRequest("test", "ev", 3, (honest, lie, again), 5, questions_a_part=2)
+    assert examiner.summarise(request, Reports()).redeal == (1, 2)
+    assert not store.exists(keys.eval_summary("test", 3, "ev"))
+    nothing = examiner.summarise(replace(request, keys=(lie,)), Reports())
+    assert (nothing.redeal, nothing.num_questions) == ((0, 1, 2), 0)
+    second = [answer_of(question, right=True) for question in questions[2:4]]
+    redone = (honest, put(store, part_of(second), 1), put(store, part_of(third), 2), lie, again)
+    result = examiner.summarise(replace(request, keys=redone), Reports())
+    assert (result.redeal, result.error, result.num_questions, result.pass_at_1) == ((), "", 5, 1.0)
+    assert read_summary(store, result.key).result == result
+
+
 def test_part_of_other_weights_or_version_is_refused(store: Store, examiner: Examiner) -> None:
     episode = answer_of(examiner.held_out("test", 1, 0)[0], right=True)
     for group in (replace(part_of([episode]), state_id="x"), part_of([episode], version=2)):

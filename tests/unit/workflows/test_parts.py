@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from activities.connection import DATA_CONVERTER
 from stoa.contracts.evaluation_messages import EvalPartDone, EvalPlayer
-from workflows.parts import Deal, Handed, expire, hand, newest, next_handings, on_answer, players, trusted
+from workflows.parts import Deal, Handed, expire, hand, newest, next_handings, on_answer, players, redeal, trusted
 
 
 def good(part: int, host: str) -> EvalPartDone:
@@ -89,6 +89,17 @@ def test_players_are_told_with_their_questions_an_hour_and_tokens_a_second() -> 
     deal = on_answer(deal, EvalPartDone(0, "slow", True, ("k0",), "", 64, 3000, 80.0), 196.0)
     # 120 questions in 60 s are 7200 an hour; 64 in 96 s are 2400.
     assert players(deal) == (EvalPlayer("fast", 2, 120, 7200.0, 300.0), EvalPlayer("slow", 1, 64, 2400.0, 37.5))
+
+
+def test_parts_that_were_no_good_are_dealt_again_to_others() -> None:
+    deal = Deal(3)
+    for part, host in enumerate(("a", "b", "a")):
+        deal = on_answer(hand(deal, (Handed(part, host, float(part)),)), good(part, host), part + 10.0)
+    deal = redeal(deal, (0, 2))
+    assert (deal.open_parts(), deal.keys, deal.seconds, deal.barred) == ((0, 2), ("1-b",), (10.0,), ("a",))
+    assert trusted(("a", "b"), deal.barred) == ("b",)
+    assert redeal(on_answer(deal, good(2, "c"), 20.0), (2,)).barred == ("a", "c")
+    assert redeal(deal, ()) == deal
 
 
 def test_deal_of_hundreds_of_parts_fits_a_message() -> None:
