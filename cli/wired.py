@@ -1,6 +1,7 @@
 """`stoa join --hosts`: looks whether the wired Macs are fit, shows the command that starts their ranks, and keeps them going."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -21,20 +22,25 @@ from worker_mac.service import Service
 from worker_mac.window import line_of
 
 
-def join_wired(hosts_file: Path, entry: Entry, config: Path | None, folder: Path, *, look: bool, at_login: bool) -> int:
+def join_wired(
+    hosts_file: Path, entry: Entry, config: Path | None, folder: Path, *, look: bool, at_login: bool, quiet: bool = False
+) -> int:
     """Be the first of a wired set until its run has stopped or a signal comes, or have launchd start it; the exit code.
+
+    quiet: only what needs somebody is said, in this window.
 
     Raises WiredError for a hosts.json that cannot be used or a set that does not stay up.
     """
-    telemetry.configure(line_of=line_of, worker="mac")
+    telemetry.configure(level="warning" if quiet else "info", line_of=line_of, worker="mac")
+    tell: Callable[[str], None] = (lambda _: None) if quiet else say.talk
     hosts, split = read_hosts(hosts_file), read_split(hosts_file)
-    say.talk(f"{len(hosts)} Macs as one worker: each computes {'a share of every layer' if split == 'tensor' else 'some of the layers'}")
-    install_everywhere(SshProbe(), hosts, say.talk)
+    tell(f"{len(hosts)} Macs as one worker: each computes {'a share of every layer' if split == 'tensor' else 'some of the layers'}")
+    install_everywhere(SshProbe(), hosts, tell)
     if look and not _is_fit(hosts_file, entry, folder):
         return Exit.FAULT_FOUND
-    asked = Set(hosts_file, config, folder)
     if not at_login:
-        return keep_going(asked, say.talk)
+        return keep_going(Set(hosts_file, config, folder, quiet=quiet), tell)
+    asked = Set(hosts_file, config, folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if entry.invite is None:
         keep_environment(folder, entry.config)

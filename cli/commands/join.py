@@ -56,7 +56,7 @@ def join(
     if hosts is not None:
         from cli.wired import join_wired
 
-        return Exit(join_wired(hosts, entry, file, folder, look=not no_doctor, at_login=at_login))
+        return Exit(join_wired(hosts, entry, file, folder, look=not no_doctor, at_login=at_login, quiet=quiet))
     if not no_doctor and not fit_for_join(entry, folder):
         return Exit.FAULT_FOUND
     if not at_login:

@@ -98,6 +98,9 @@ def test_a_run_ends_as_usual_though_a_rank_of_one_of_its_workers_is_killed(desk:
         until("the run to end", lambda: run.poll() is not None, 200)
         until("the set to start again or end", lambda: logged(desk, "set_ended"), 30)
         assert run.returncode == 0
+        until("the set to end with its run", lambda: desk.processes["set"].poll() is not None, 90)
         again = desk.stoa("status", "demo", "--json", seconds=30)
     assert again.returncode == 0 and json.loads(again.stdout)["step"] == 32
     assert logged(desk, "RankLostError") >= 1
+    # The end of the run is no loss: nothing is said of one but by the kill.
+    assert desk.processes["set"].returncode == 0 and logged(desk, "wired_set_lost") == 1

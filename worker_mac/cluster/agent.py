@@ -15,6 +15,7 @@ from types import FrameType
 
 import structlog
 
+from stoa.config.load import load_mac_host
 from stoa.contracts.errors import StoaError
 from stoa.telemetry import log as telemetry
 from worker_mac.cluster.hosts import read_hosts, read_split
@@ -29,11 +30,15 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Set:
-    """One set. `config`: of the run, None with an invitation; `folder`: the state of the first Mac's worker."""
+    """One set. `config`: of the run, None with an invitation; `folder`: the state of the first Mac's worker, with its mac.toml.
+
+    quiet: every Mac says only what needs somebody.
+    """
 
     hosts: Path
     config: Path | None
     folder: Path
+    quiet: bool = False
 
     def command(self) -> tuple[str, ...]:
         """What launchd starts; no key and no secret stands in it."""
@@ -42,18 +47,26 @@ class Set:
         return (*line, "--state", str(self.folder.resolve()))
 
 
+def supervisor_of(asked: Set, say: Callable[[str], None], *, at_login: bool = False) -> Supervisor:
+    """What keeps the set going. Raises as `keep_going` does."""
+    given = () if asked.config is None else (str(asked.config.resolve()),)
+    flags = (*(("--kept",) if at_login else ()), *(("--quiet",) if asked.quiet else ()))
+    worker = (*given, "--state", str(asked.folder.resolve()), *flags)
+    limits = asked.folder / "mac.toml"
+    return Supervisor(
+        read_hosts(asked.hosts), SshProbe(), worker, asked.folder.resolve(), available=backends(), say=say,
+        split=read_split(asked.hosts), patient=at_login, quiet=asked.quiet,
+        memory_fraction=load_mac_host(limits).memory_fraction if limits.is_file() else None,
+    )  # fmt: skip
+
+
 def keep_going(asked: Set, say: Callable[[str], None], *, at_login: bool = False) -> int:
     """Be the first of the set until its run has stopped or a signal comes; the exit code.
 
     at_login: endpoints and keys are those that were kept in the folder, and Macs that are not there yet are waited for.
-    Raises WiredError for a hosts.json that cannot be used or a set that does not stay up.
+    Raises WiredError for a hosts.json that cannot be used or a set that does not stay up, ConfigError for such a mac.toml.
     """
-    given = () if asked.config is None else (str(asked.config.resolve()),)
-    worker = (*given, "--state", str(asked.folder.resolve()), *(("--kept",) if at_login else ()))
-    supervisor = Supervisor(
-        read_hosts(asked.hosts), SshProbe(), worker, asked.folder.resolve(), available=backends(), say=say,
-        split=read_split(asked.hosts), patient=at_login,
-    )  # fmt: skip
+    supervisor = supervisor_of(asked, say, at_login=at_login)
 
     def end(_number: int, _frame: FrameType | None) -> None:
         supervisor.end()

@@ -54,6 +54,7 @@ class Follower:
             self._obey()
         finally:
             self._let_go()
+            self._channel.close()
 
     def _obey(self) -> None:
         while True:

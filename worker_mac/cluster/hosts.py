@@ -131,6 +131,11 @@ class Launch:
     """The process that ends the set when it ends; 0: none."""
     starter_host: str = ""
     split: Split = "pipeline"
+    memory_fraction: float | None = None
+    """Of what the system recommends for its GPU, as the first Mac's owner allows; None: the usual."""
+    quiet: bool = False
+    exam: bool = False
+    """`worker` is the task of an examination."""
 
     def line(self) -> tuple[str, ...]:
         """The command. It is started in the home folder, so that `--cwd` means the same on every Mac."""
@@ -143,7 +148,9 @@ class Launch:
             "--cwd", self.folder, "--python", self.python, "--",
             "-m", "worker_mac.cluster.rank", "--control", f"{self.control_address}:{self.port + CONTROL_OFFSET}",
             "--backend", self.backend, "--ended", str(self.ended),
-            *(("--split", self.split) if self.split != "pipeline" else ()),
+            *(("--split", self.split) if self.split != "pipeline" else ()), *(("--exam",) if self.exam else ()),
+            *(("--memory-fraction", str(self.memory_fraction)) if self.memory_fraction is not None else ()),
+            *(("--quiet",) if self.quiet else ()),
             *(("--starter", str(self.starter), "--starter-host", self.starter_host) if self.starter else ()),
             *(word for flag, value in stated if value.strip("0,") for word in (flag, value)), "--", *self.worker,
         )  # fmt: skip

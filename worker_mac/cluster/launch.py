@@ -23,10 +23,12 @@ from typing import IO, Final
 import psutil
 import structlog
 
-from stoa.contracts.errors import WiredError
+from stoa.contracts.errors import RankLostError, WiredError
+from worker_mac.cluster.ended import ANEW, read
 from worker_mac.cluster.hosts import FOLDER, PORT, PYTHON, Launch, WiredHost, choose_backend, hostfile
 from worker_mac.cluster.probe import Probe, addresses_of
 from worker_mac.cluster.split import Split
+from worker_mac.window import line_of
 
 _log = structlog.get_logger(__name__)
 LEAVE_SECONDS: Final = 20.0
@@ -74,10 +76,14 @@ class Supervisor:
         cwd: str = FOLDER,
         split: Split = "pipeline",
         patient: bool = False,
+        memory_fraction: float | None = None,
+        quiet: bool = False,
+        exam: bool = False,
     ) -> None:
         """available: backends of this MLX. say: tells a person. program: of `mlx.launch`, that beside this Python unless given.
 
         patient: Macs that cannot be reached at the first start are waited for, as they are at every other.
+        memory_fraction, quiet: for every Mac, as in `Launch`. exam: `worker` is the task of an examination, which ends with its set.
         """
         self._hosts, self._probe, self._worker, self._folder = tuple(hosts), probe, tuple(worker), folder
         self._backend, self._say = choose_backend(hosts, available), say
@@ -86,6 +92,7 @@ class Supervisor:
         self._python, self._cwd = python, cwd
         self._split: Split = split
         self._patient = patient
+        self._memory_fraction, self._quiet, self._exam = memory_fraction, quiet, exam
         self._process: subprocess.Popen[bytes] | None = None
         self._asked = threading.Event()
         self._said = ""
@@ -94,7 +101,7 @@ class Supervisor:
         """Keep the set going until its run has stopped or we are asked to end; returns the worker's exit code.
 
         A Mac that cannot be reached is waited for, except at the first start. Raises WiredError then, and after several starts
-        in a row that failed soon.
+        in a row that failed soon; RankLostError if the set of an examination is lost.
         """
         failures = 0
         while True:
@@ -107,6 +114,12 @@ class Supervisor:
                 return 0
             if outcome.code is not None and not outcome.lost:
                 return outcome.code
+            if self._exam and not outcome.port_taken:
+                raise RankLostError(f"the wired set is lost: {outcome.lost}", hint="see `stoa doctor --hosts`")
+            if outcome.code == ANEW:
+                _log.info("set_begins_anew")
+                failures = 0
+                continue
             _log.warning("set_ended", lost=outcome.lost, seconds=round(outcome.seconds, 1), port_taken=outcome.port_taken)
             failures = 1 if outcome.seconds > LONG_SECONDS else failures + 1
             if failures >= MAX_STARTS:
@@ -148,6 +161,9 @@ class Supervisor:
             starter=os.getpid(),
             starter_host=socket.gethostname(),
             split=self._split,
+            memory_fraction=self._memory_fraction,
+            quiet=self._quiet,
+            exam=self._exam,
         )
 
     def _await_plan(self) -> Launch | None:
@@ -189,7 +205,8 @@ class Supervisor:
         threading.Thread(target=calm, args=(process.pid, len(self._hosts)), name="calm", daemon=True).start()
         self._await(process, launch.ended, seen)
         pump.join(5.0)
-        code, lost = _read_ended(launch.ended)
+        ended = read(launch.ended)
+        code, lost = ended.code, ended.lost
         port_taken = any(_BIND.search(line) for line in seen)
         if code is None and not lost:
             lost = (
@@ -221,19 +238,22 @@ def calm(pid: int, num_ranks: int) -> None:
 
 
 def _pump(source: IO[bytes] | None, seen: list[str]) -> None:
-    """Pass on what the ranks say, and keep the last of it."""
+    """Pass on what the ranks say, and keep the last of it. On a terminal their events are lines for a person, as one Mac's are."""
     for line in source or ():
-        sys.stderr.buffer.write(line)
-        sys.stderr.buffer.flush()
         text = line.decode("utf-8", "replace").strip()
+        shown = shown_of(text) if sys.stderr.isatty() else text
+        if shown:
+            sys.stderr.write(f"{shown}\n")
+            sys.stderr.flush()
         if text:
             seen.append(text)
             del seen[:-50]
 
 
-def _read_ended(path: Path) -> tuple[int | None, str]:
+def shown_of(text: str) -> str:
+    """What a person reads of a line of a rank: the words for an event, "" for one that needs none; other lines as they are."""
     try:
-        found = json.loads(path.read_text("utf-8"))
-        return int(found["code"]), str(found["lost"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, ""
+        event = json.loads(text)
+    except ValueError:
+        return text
+    return line_of(event) if isinstance(event, dict) and "event" in event else text

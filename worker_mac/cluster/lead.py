@@ -4,8 +4,10 @@ To the engine the set is one decoder on one set of weights. A fault of the link,
 `on_lost` is called, and everything that waits is told.
 """
 
+import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -36,6 +38,8 @@ _log = structlog.get_logger(__name__)
 ORDER_SECONDS: Final = 120.0
 """Longest wait for one order that is not a step."""
 STEP_SECONDS: Final = 120.0
+CLOSE_SECONDS: Final = 3.0
+"""For the others to end once they were told to."""
 _HARMLESS: Final = (FormatError, WrongStateError, GpuInterruptedError)
 """Faults after which the set goes on as it is."""
 _Answer = TypeVar("_Answer")
@@ -44,8 +48,11 @@ _Answer = TypeVar("_Answer")
 class Ranks:
     """The other Macs, by rank from 1 on. Implements `parts.Elsewhere`."""
 
-    def __init__(self, channels: Sequence[Channel], on_lost: Callable[[StoaError], None]) -> None:
-        self._channels, self._on_lost = list(channels), on_lost
+    def __init__(
+        self, channels: Sequence[Channel], on_lost: Callable[[StoaError], None], *, is_ending: Callable[[], bool] = lambda: False
+    ) -> None:
+        """is_ending: this process was asked to end: a Mac that goes is then no loss."""
+        self._channels, self._on_lost, self._is_ending = list(channels), on_lost, is_ending
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[int, Future[Message]]] = {}
         self._lock = threading.Lock()
@@ -54,9 +61,11 @@ class Ranks:
         self.revision = [0] * (len(self._channels) + 1)
         """Writes to each Mac's weights so far."""
         self._puts: list[list[Future[Message]]] = [[] for _ in self.revision]
+        self._readers: list[threading.Thread] = []
         for rank, channel in enumerate(self._channels, 1):
             channel.start_beating()
-            threading.Thread(target=self._read, args=(rank, channel), name=f"mac-{rank}", daemon=True).start()
+            self._readers.append(threading.Thread(target=self._read, args=(rank, channel), name=f"mac-{rank}", daemon=True))
+            self._readers[-1].start()
 
     @property
     def size(self) -> int:
@@ -126,13 +135,15 @@ class Ranks:
         return {str(name): str(digest) for name, digest in found.items()} if isinstance(found, dict) else {}
 
     def close(self) -> None:
-        """Tell all to end."""
+        """Tell all to end, and give them a moment to: this side's end would else overtake the word."""
         self._closing = True
         for channel in self._channels:
-            try:
+            with contextlib.suppress(RankLostError):
                 channel.send(Message("bye"))
-            except RankLostError:
-                continue
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for reader in self._readers:
+            if reader is not threading.current_thread():
+                reader.join(max(0.0, deadline - time.monotonic()))
 
     def lose(self, error: StoaError) -> None:
         """A Mac is of no use any more: everything that waits is told, once."""
@@ -141,7 +152,10 @@ class Ranks:
                 return
             self._fault = error
             waiting, self._waiting = list(self._waiting.values()), {}
-        _log.error("wired_set_lost", kind=type(error).__name__, reason=error.message)
+        if self._is_ending():
+            _log.info("wired_set_ended", reason=error.message)
+        else:
+            _log.error("wired_set_lost", kind=type(error).__name__, reason=error.message)
         for _, future in waiting:
             future.set_exception(error)
         self._on_lost(error)

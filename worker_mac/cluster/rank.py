@@ -7,19 +7,16 @@ it. Whatever goes wrong on one ends all: who started them starts them again, as 
 
 import argparse
 import contextlib
-import hmac
 import json
 import os
-import platform
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
 
@@ -30,37 +27,39 @@ import structlog
 from environments.base import Environment
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
-from stoa.config.host import MacHost
 from stoa.contracts.errors import RankLostError, StoaError, WiredError
 from stoa.telemetry import log as telemetry
 from stoa.weights.layout import layout_of
+from worker_mac.cluster.admission import JOIN_SECONDS, admit
+from worker_mac.cluster.ended import ANEW, LOST, Ended, tell
 from worker_mac.cluster.follow import Follower
 from worker_mac.cluster.lead import Ranks, WiredSet
 from worker_mac.cluster.link import STUCK_SECONDS, RingLink, Watchdog
 from worker_mac.cluster.set_engine import SetPlayer, SetVersions, split_model
 from worker_mac.cluster.split import Split, Strength
+from worker_mac.cluster.strength import USUAL_FRACTION, limit_bytes, measured_bandwidth, program, recommended_bytes
 from worker_mac.cluster.wire import Channel, Message
-from worker_mac.ending import leave
+from worker_mac.ending import LastCall, leave
 from worker_mac.guest import Guest
-from worker_mac.identity import project_version
 from worker_mac.model_config import read_model_config
 
 if TYPE_CHECKING:
     from worker_mac.engine import MacEngine
 
 _log = structlog.get_logger(__name__)
-JOIN_SECONDS: Final = 90.0
-"""For all Macs to have found each other."""
-LOST, ANEW = 75, 76
-"""Exit codes: one of the set is lost; the whole is to begin anew."""
+BYE_SECONDS: Final = 15.0
+"""For the first Mac to take its leave (`ending.LEAVE_SECONDS`) and say bye to the others."""
 END_LINE: Final = "end"
 STARTER_SECONDS: Final = 1.0
-_PROBE_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line. `limits`: bytes that weights and pages may take, by rank; `bandwidths`: bytes a second, by rank; 0: as measured."""
+    """The command line. `limits`: bytes that weights and pages may take, by rank; `bandwidths`: bytes a second, by rank; 0: as found.
+
+    memory_fraction: of what the system recommends for its GPU, where no limit is stated. exam: `worker` is the task of an
+    examination.
+    """
 
     control: tuple[str, int]
     backend: str
@@ -71,14 +70,9 @@ class Options:
     stuck_seconds: float = STUCK_SECONDS
     starter: int = 0
     split: Split = "pipeline"
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How the first Mac's process ended, for who started it. `lost`: a reason to begin again; "" if there is none."""
-
-    code: int
-    lost: str = ""
+    memory_fraction: float = USUAL_FRACTION
+    quiet: bool = False
+    exam: bool = False
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
@@ -90,15 +84,19 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--limits", default="", help="bytes each Mac may give, with commas; 0: what its system recommends")
     parser.add_argument("--bandwidths", default="", help="bytes a second of each Mac's memory, with commas; 0: measure")
     parser.add_argument("--split", default="pipeline", choices=("pipeline", "tensor"), help="what of the model is shared out")
+    parser.add_argument("--exam", action="store_true", help="the argument after -- is the task of an examination")
     parser.add_argument("--stuck-seconds", type=float, default=STUCK_SECONDS)
     parser.add_argument("--starter", type=int, default=0, help="process that started the set")
     parser.add_argument("--starter-host", default="", help="name of the machine it runs on")
+    parser.add_argument("--memory-fraction", type=float, default=USUAL_FRACTION, help="of what the system recommends for its GPU")
+    parser.add_argument("--quiet", action="store_true", help="say only what needs somebody")
     parser.add_argument("worker", nargs="*", help="arguments of worker_mac.worker, after --")
     found = parser.parse_args(arguments)
     address, _, port = str(found.control).rpartition(":")
     return Options(
         (address, int(port)), found.backend, found.ended, _numbers(found.limits), _numbers(found.bandwidths), tuple(found.worker),
         found.stuck_seconds, found.starter if found.starter_host == socket.gethostname() else 0, found.split,
+        found.memory_fraction, found.quiet, found.exam,
     )  # fmt: skip
 
 
@@ -108,13 +106,12 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Be one Mac of the set, to its end; returns the exit code."""
-    options = read_options(arguments)
-    telemetry.configure(worker="mac")
+    options, asked = read_options(arguments), Asked()
+    telemetry.configure(level="warning" if options.quiet else "info", worker="mac")
     secret = sys.stdin.readline().strip()
-    end = partial(os.kill, os.getpid(), signal.SIGTERM)
-    threading.Thread(target=_watch_input, args=(sys.stdin, end), name="input", daemon=True).start()
+    threading.Thread(target=_watch_input, args=(sys.stdin, asked.end), name="input", daemon=True).start()
     if options.starter:
-        threading.Thread(target=_watch_starter, args=(options.starter, end), name="starter", daemon=True).start()
+        threading.Thread(target=_watch_starter, args=(options.starter, asked.end), name="starter", daemon=True).start()
     try:
         group = mx.distributed.init(strict=True, backend=options.backend)
         if group.size() < 2:
@@ -123,9 +120,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         telemetry.bind(rank=rank)
         link = RingLink(group, Watchdog(partial(_stuck, options, rank), options.stuck_seconds))
         if rank == 0:
-            return _lead(options, secret, link)
-        Follower(_call_in(options, secret, rank), link, limit_of(options, rank)).run()
+            return _lead(options, secret, link, asked)
+        channel = _call_in(options, secret, rank)
+        asked.await_bye()
+        Follower(channel, link, limit_of(options, rank)).run()
     except StoaError as error:
+        if asked.to_end:
+            _log.info("rank_ended", reason=error.message)
+            return 0
         _log.error("rank_ended", kind=type(error).__name__, reason=error.message, hint=error.hint)
         return LOST
     except RuntimeError as error:  # of the collectives' own set-up: an address or port that cannot be used
@@ -134,11 +136,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+class Asked:
+    """Whether this process was asked to end, and what it then does: the first Mac takes its leave and then says bye to the others."""
+
+    def __init__(self) -> None:
+        self.to_end = False
+        self._awaits_bye = False
+
+    def await_bye(self) -> None:
+        """From now on a word of the first Mac is awaited; it may still be sending what is finished."""
+        self._awaits_bye = True
+
+    def end(self) -> None:
+        """For any thread."""
+        self.to_end = True
+        if self._awaits_bye:
+            LastCall(partial(leave, 0), BYE_SECONDS).start()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _stuck(options: Options, rank: int, what: str) -> None:
     """A collective makes no progress, and nothing can break into it: this process ends, and with it the set."""
     _log.error("collective_stuck", rank=rank, reason=what)
     if rank == 0:
-        _tell(options.ended, Ended(LOST, what))
+        tell(options.ended, Ended(LOST, what))
     leave(LOST)
 
 
@@ -159,13 +181,6 @@ def _watch_starter(pid: int, end: Callable[[], None]) -> None:
     end()
 
 
-def _tell(path: Path, ended: Ended) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(asdict(ended)), "utf-8")
-    part.replace(path)
-
-
 def own_strength(options: Options, rank: int) -> Strength:
     """What this Mac has, as stated or as found here."""
     bandwidth = options.bandwidths[rank] if rank < len(options.bandwidths) else 0
@@ -173,35 +188,15 @@ def own_strength(options: Options, rank: int) -> Strength:
 
 
 def limit_of(options: Options, rank: int) -> int | None:
-    """What weights and pages may take of this Mac: as stated, else what macOS recommends less what others need; None elsewhere."""
+    """What weights and pages may take of this Mac: as stated, else what the first one's owner lets them have; None for no limit."""
     stated = options.limits[rank] if rank < len(options.limits) else 0
-    if stated or not mx.metal.is_available():
-        return stated or None
-    return int(int(mx.device_info()["max_recommended_working_set_size"]) * MacHost().memory_fraction)
-
-
-def measured_bandwidth() -> float:
-    """Bytes a second at which memory is read here, to two digits: once through 64 MiB, the best of five."""
-    data = mx.zeros((_PROBE_BYTES // 4,), mx.float32)
-    mx.eval(data)
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        mx.eval(data.sum())
-        best = min(best, time.perf_counter() - began)
-    return float(f"{_PROBE_BYTES / best:.1e}")
+    return limit_bytes(stated, recommended_bytes(), options.memory_fraction)
 
 
 def _hello(options: Options, secret: str, rank: int) -> Message:
     own = own_strength(options, rank)
     said = {"secret": secret, "rank": rank, "limit": own.limit_bytes or 0, "bandwidth": int(own.bandwidth)}
-    return Message("hello", said | _program(options.split))
-
-
-def _program(split: Split) -> dict[str, object]:
-    """What must be the same on all Macs. Those that compute the same hidden states must round alike."""
-    same: dict[str, object] = {"mlx": metadata.version("mlx"), "stoa": project_version(), "machine": platform.machine(), "split": split}
-    return same | ({"chip": str(mx.device_info().get("architecture", ""))} if split == "tensor" else {})
+    return Message("hello", said | program(options.split))
 
 
 def _call_in(options: Options, secret: str, rank: int) -> Channel:
@@ -215,86 +210,58 @@ def _call_in(options: Options, secret: str, rank: int) -> Channel:
             if time.monotonic() > deadline:
                 raise RankLostError(f"the first Mac does not answer at {options.control[0]}:{options.control[1]}: {error}") from error
             time.sleep(0.2)
-    channel = _channel(connection, "the first Mac")
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    channel = Channel(connection, "the first Mac")
     channel.send(_hello(options, secret, rank))
     channel.start_beating()
     return channel
 
 
-def _channel(connection: socket.socket, peer: str) -> Channel:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Channel(connection, peer)
-
-
 def await_others(options: Options, secret: str, size: int) -> tuple[list[Channel], list[Strength]]:
     """The other Macs' channels and strengths, by rank. Raises WiredError if one runs another program, or does not come."""
-    channels: dict[int, Channel] = {}
-    found: dict[int, Strength] = {}
-    try:
-        listener = socket.create_server(options.control, backlog=size)
-    except OSError as error:
-        raise WiredError(f"cannot listen at {options.control[0]}:{options.control[1]} (error: {error.errno})") from error
-    deadline = time.monotonic() + JOIN_SECONDS
-    with listener:
-        while len(channels) < size - 1:
-            listener.settimeout(max(0.1, deadline - time.monotonic()))
-            try:
-                connection, address = listener.accept()
-            except TimeoutError:
-                raise WiredError(f"of {size} Macs only {1 + len(channels)} came", hint="see `stoa doctor --hosts`") from None
-            channel = _channel(connection, str(address[0]))
-            try:
-                hello = channel.receive()
-                rank = hello.number("rank")
-            except StoaError as error:
-                _log.warning("stranger_refused", peer=channel.peer, reason=error.message)
-                channel.close()
-                continue
-            if (
-                not hmac.compare_digest(hello.text("secret").encode("utf-8", "replace"), secret.encode())
-                or rank in channels
-                or not 0 < rank < size
-            ):
-                _log.warning("stranger_refused", peer=channel.peer)
-                channel.close()
-                continue
-            _check_program(rank, hello, options.split)
-            channels[rank] = channel
-            found[rank] = Strength(hello.number("limit") or None, float(hello.number("bandwidth")))
-    ranks = range(1, size)
-    return [channels[rank] for rank in ranks], [own_strength(options, 0), *(found[rank] for rank in ranks)]
+    came = admit(options.control, secret, size, partial(_check_program, options.split))
+    hellos = [came[rank][1] for rank in range(1, size)]
+    found = [Strength(hello.number("limit") or None, float(hello.number("bandwidth"))) for hello in hellos]
+    return [came[rank][0] for rank in range(1, size)], [own_strength(options, 0), *found]
 
 
-def _check_program(rank: int, hello: Message, split: Split) -> None:
-    for name, ours in _program(split).items():
+def _check_program(split: Split, rank: int, hello: Message) -> None:
+    for name, ours in program(split).items():
         if hello.text(name) != ours:
             hint = "unlike chips round otherwise: split layers instead" if name == "chip" else "install the same version on every Mac"
             raise WiredError(f"Mac {rank} of the set has {name} {hello.text(name)}, this one {ours}", hint=hint)
 
 
-def _lead(options: Options, secret: str, link: RingLink) -> int:
+def _lead(options: Options, secret: str, link: RingLink, asked: Asked) -> int:
     """The first Mac's life."""
     options.ended.unlink(missing_ok=True)
     try:
         channels, macs = await_others(options, secret, link.size)
     except StoaError as error:
-        _tell(options.ended, Ended(LOST, error.message))
+        tell(options.ended, Ended(LOST, error.message))
         raise
 
     def on_lost(error: StoaError) -> None:
-        _tell(options.ended, Ended(LOST, error.message))
-        leave(LOST)
+        if not asked.to_end:  # else the worker takes its leave, which is bounded
+            tell(options.ended, Ended(LOST, error.message))
+            leave(LOST)
 
     def anew() -> NoReturn:
-        _tell(options.ended, Ended(ANEW, "the whole begins anew"))
+        ranks.close()
+        tell(options.ended, Ended(ANEW, "the whole begins anew"))
         leave(ANEW)
 
-    ranks = Ranks(channels, on_lost)
-    from worker_mac import worker  # noqa: PLC0415 - what only the first Mac needs
+    ranks = Ranks(channels, on_lost, is_ending=lambda: asked.to_end)
+    if options.exam:
+        from worker_mac.cluster.sitting import take_seat  # noqa: PLC0415 - what only the first Mac needs
 
-    code = worker.main(options.worker, make_engine=partial(make_engine, ranks, link, macs, options.split), anew=anew)
+        code = take_seat(options.worker, ranks, link, macs, options.split)
+    else:
+        from worker_mac import worker  # noqa: PLC0415
+
+        code = worker.main(options.worker, make_engine=partial(make_engine, ranks, link, macs, options.split), anew=anew)
     ranks.close()
-    _tell(options.ended, Ended(code))
+    tell(options.ended, Ended(code))
     return code
 
 

@@ -14,7 +14,7 @@ import math
 import socket
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,6 +32,7 @@ SILENT_SECONDS: Final = 20.0
 MAX_DIMENSIONS: Final = 8
 _KINDS: Final = frozenset("biuf")
 _START: Final = struct.Struct("<4sI")
+START_BYTES: Final = _START.size
 Fields = Mapping[str, object]
 Arrays = Mapping[str, NDArray[np.generic]]
 
@@ -88,24 +89,7 @@ class Channel:
 
     def receive(self) -> Message:
         """The next message. Raises RankLostError at the end of the connection and after silence, FormatError for nonsense."""
-        magic, size = _START.unpack(self._read(_START.size))
-        if magic != MAGIC or size > MAX_HEADER_BYTES:
-            raise FormatError(f"{self.peer} speaks another language than this program")
-        try:
-            head = json.loads(self._read(size))
-            op, fields = str(head["op"]), dict(head["fields"])
-            specs = [(str(name), np.dtype(str(kind)), tuple(int(one) for one in shape)) for name, kind, shape in head["arrays"]]
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, SyntaxError) as error:
-            # The last two: of lists in lists without end, and of a numpy type with an open bracket.
-            raise FormatError(f"{self.peer} sent a header that cannot be read: {error}") from error
-        sizes = [kind.itemsize * math.prod(shape) for _, kind, shape in specs]
-        odd = any(kind.kind not in _KINDS or min(shape, default=0) < 0 or len(shape) > MAX_DIMENSIONS for _, kind, shape in specs)
-        if odd or sum(sizes) > MAX_ARRAYS_BYTES:
-            raise FormatError(f"{self.peer} sent arrays of types or sizes that are not sent here")
-        arrays = {
-            name: np.frombuffer(self._read(size), kind).reshape(shape) for (name, kind, shape), size in zip(specs, sizes, strict=True)
-        }
-        return Message(op, fields, arrays)
+        return read_message(self._read, self.peer)
 
     def start_beating(self) -> None:
         """Say every second that this side lives, until `close`."""
@@ -137,3 +121,29 @@ class Channel:
                 raise RankLostError(f"{self.peer} has ended")
             at += count
         return bytes(buffer)
+
+
+def header_bytes(start: bytes, peer: str, most_bytes: int = MAX_HEADER_BYTES) -> int:
+    """Of the header behind a message's first `START_BYTES`. Raises FormatError for more than may be, and for another language."""
+    magic, size = _START.unpack(start)
+    if magic != MAGIC or size > most_bytes:
+        raise FormatError(f"{peer} speaks another language than this program")
+    return size
+
+
+def read_message(read: Callable[[int], bytes], peer: str, most_header_bytes: int = MAX_HEADER_BYTES) -> Message:
+    """One message, of what `read` gives: exactly as many bytes as it is asked for. Raises FormatError for nonsense."""
+    size = header_bytes(read(START_BYTES), peer, most_header_bytes)
+    try:
+        head = json.loads(read(size))
+        op, fields = str(head["op"]), dict(head["fields"])
+        specs = [(str(name), np.dtype(str(kind)), tuple(int(one) for one in shape)) for name, kind, shape in head["arrays"]]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, SyntaxError) as error:
+        # The last two: of lists in lists without end, and of a numpy type with an open bracket.
+        raise FormatError(f"{peer} sent a header that cannot be read: {error}") from error
+    sizes = [kind.itemsize * math.prod(shape) for _, kind, shape in specs]
+    odd = any(kind.kind not in _KINDS or min(shape, default=0) < 0 or len(shape) > MAX_DIMENSIONS for _, kind, shape in specs)
+    if odd or sum(sizes) > MAX_ARRAYS_BYTES:
+        raise FormatError(f"{peer} sent arrays of types or sizes that are not sent here")
+    arrays = {name: np.frombuffer(read(size), kind).reshape(shape) for (name, kind, shape), size in zip(specs, sizes, strict=True)}
+    return Message(op, fields, arrays)

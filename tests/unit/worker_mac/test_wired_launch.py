@@ -20,6 +20,7 @@ from worker_mac.cluster.hosts import WiredHost
 from worker_mac.cluster.install import install_lines, link_here, ours
 from worker_mac.cluster.launch import Supervisor
 from worker_mac.cluster.probe import Said
+from worker_mac.cluster.rank import read_options as read_rank_options
 from worker_mac.service import LABEL, Service
 
 DONE = 'ended.write_text(json.dumps({"code": 0, "lost": ""}))'
@@ -163,6 +164,33 @@ def test_macs_that_are_not_up_yet_are_waited_for_at_log_in_and_after_the_first_s
     made = supervisor(tmp_path, lost_once, hosts, SleepyMac(9, 0), patient=True)
     threading.Timer(0.2, made.end).start()
     assert made.run() == 0
+
+
+def test_a_set_that_begins_anew_has_not_failed_however_often(tmp_path: Path) -> None:
+    anew = '{"code": 76, "lost": "the whole begins anew"}'
+    made = supervisor(tmp_path, f"ended.write_text('{anew}') if number <= {launching.MAX_STARTS + 1} else {DONE}")
+    assert made.run() == 0
+    assert len(starts(tmp_path)) == launching.MAX_STARTS + 2
+
+
+def test_what_the_first_macs_owner_allows_and_whether_to_be_quiet_holds_on_every_mac(tmp_path: Path) -> None:
+    hosts, folder = tmp_path / "hosts.json", tmp_path / "state"
+    hosts.write_text('[{"ssh": "127.0.0.1"}, {"ssh": "127.0.0.1"}]')
+    folder.mkdir()
+
+    def line(asked: agent.Set, *, at_login: bool = False) -> tuple[list[str], list[str]]:
+        words = list(agent.supervisor_of(asked, lambda _: None, at_login=at_login).plan().line())
+        ranks_at = words.index("worker_mac.cluster.rank")
+        worker_at = words.index("--", ranks_at)
+        return words[ranks_at:worker_at], words[worker_at + 1 :]
+
+    usual, worker = line(agent.Set(hosts, None, folder))
+    assert "--quiet" not in usual and "--memory-fraction" not in usual and worker == ["--state", str(folder)]
+    (folder / "mac.toml").write_text("memory_fraction = 0.5\n")
+    words, worker = line(agent.Set(hosts, tmp_path / "run.toml", folder, quiet=True), at_login=True)
+    assert words[words.index("--memory-fraction") + 1] == "0.5" and "--quiet" in words
+    assert worker == [str(tmp_path / "run.toml"), "--state", str(folder), "--kept", "--quiet"]
+    assert read_rank_options([*words[1:], "--", *worker]).memory_fraction == 0.5
 
 
 def test_launchd_starts_the_set_and_what_fails_three_times_is_parked(tmp_path: Path) -> None:

@@ -24,12 +24,14 @@ from tests.unit.worker_mac.policies import TINY, model_of, random_state
 from tests.unit.worker_mac.tasks import Dialogue, play
 from tests.unit.worker_mac.test_wired import castings, same
 from tests.unit.worker_mac.wired import QueueLink, fill, wired_set
+from worker_mac.cluster import admission, ended
 from worker_mac.cluster import lead as leading
 from worker_mac.cluster import rank as ranks
 from worker_mac.cluster.follow import Follower
 from worker_mac.cluster.lanes import Lane, Lanes
 from worker_mac.cluster.lead import Ranks, WiredSet
 from worker_mac.cluster.link import Watchdog
+from worker_mac.cluster.strength import program
 from worker_mac.cluster.wire import Channel, Message
 from worker_mac.decoder import Drawn
 from worker_mac.forced import Forced
@@ -140,7 +142,7 @@ def options(port: int, folder: Path) -> ranks.Options:
     return ranks.Options(("127.0.0.1", port), "ring", folder / "ended.json", (7, 9), (1, 2), ())
 
 
-def test_strangers_are_refused_and_a_mac_with_another_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_are_refused_and_a_mac_with_another_program_is_named(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     asked = options(port, tmp_path)
     found: list[object] = []
@@ -165,19 +167,18 @@ def test_strangers_are_refused_and_a_mac_with_another_program_is_named(tmp_path:
     assert [(mac.limit_bytes, mac.bandwidth) for mac in macs] == [(7, 1), (9, 2)]
     for one in (stranger, friend, *channels):
         one.close()
-    monkeypatch.setattr(ranks, "JOIN_SECONDS", 0.2)
     with pytest.raises(WiredError, match="of 2 Macs only 1 came"):
-        ranks.await_others(asked, "secret", 2)
+        admission.admit(asked.control, "secret", 2, lambda *_: None, 0.2)
     with socket.create_server(asked.control), pytest.raises(WiredError, match=r"cannot listen at .* \(error: \d+\)"):
         ranks.await_others(asked, "secret", 2)
-    other = Message("hello", ranks._program("pipeline") | {"mlx": "0.1"})
+    other = Message("hello", program("pipeline") | {"mlx": "0.1"})
     with pytest.raises(WiredError, match=r"Mac 1 of the set has mlx 0\.1"):
-        ranks._check_program(1, other, "pipeline")
+        ranks._check_program("pipeline", 1, other)
     # Macs that compute the same hidden states must round alike.
-    unlike = Message("hello", ranks._program("tensor") | {"chip": "applegpu_g15"})
+    unlike = Message("hello", program("tensor") | {"chip": "applegpu_g15"})
     with pytest.raises(WiredError, match=r"Mac 1 of the set has chip applegpu_g15"):
-        ranks._check_program(1, unlike, "tensor")
-    ranks._check_program(1, Message("hello", ranks._program("tensor")), "tensor")
+        ranks._check_program("tensor", 1, unlike)
+    ranks._check_program("tensor", 1, Message("hello", program("tensor")))
 
 
 class Interrupting:
@@ -320,5 +321,5 @@ def test_what_a_rank_is_told_on_its_command_line_is_read(tmp_path: Path) -> None
     found = ranks.read_options([*words, "--", "run.toml", "--state", "/s"])
     assert (found.control, found.limits, found.starter, found.worker) == (("169.254.1.2", 3750), (5, 0), 0, ("run.toml", "--state", "/s"))
     assert ranks.limit_of(found, 0) == 5 and ranks.limit_of(found, 1) is None
-    ranks._tell(found.ended, ranks.Ended(75, "gone"))
+    ended.tell(found.ended, ended.Ended(75, "gone"))
     assert json.loads(found.ended.read_text()) == {"code": 75, "lost": "gone"}
