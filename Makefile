@@ -20,7 +20,7 @@ demo: install
 	$(BIN)/stoa demo $(ARGS)
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(ARGS)  # hundreds of processes: compile once
 
 lint: install
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -108,6 +109,7 @@ def test_signals_to_the_owner_end_its_children(tmp_path: Path, number: signal.Si
 def test_leftovers_are_told_by_start_time_not_by_number_alone(tmp_path: Path) -> None:
     bystander = subprocess.Popen(SLEEP, start_new_session=True)
     left = subprocess.Popen(SLEEP, start_new_session=True)
+    threading.Thread(target=left.wait, daemon=True).start()  # as init does for a process whose parent has died
     try:
         with Household(tmp_path / "real") as house:
             started = house.start("x", SLEEP, env={}, log=tmp_path / "x").identity.started_at
@@ -118,7 +120,7 @@ def test_leftovers_are_told_by_start_time_not_by_number_alone(tmp_path: Path) ->
         ]
         (tmp_path / FILE_NAME).write_text(json.dumps(entries))
         assert end_leftovers(tmp_path) == ("left",)
-        left.wait(10)
+        assert left.wait(10) == -signal.SIGTERM
         assert bystander.poll() is None
         assert not (tmp_path / FILE_NAME).exists()
     finally:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -138,12 +139,15 @@ def test_fetch_that_was_cut_short_goes_on_where_it_ended(hub: Hub, moe_folder: P
     assert (folder / "model.safetensors").read_bytes() == (moe_folder / "model.safetensors").read_bytes()
 
 
-def test_without_a_network_the_error_names_the_command_that_fetches_it(hub: Hub) -> None:
+def test_without_a_network_the_error_names_the_command_that_fetches_it(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=waits.append))  # its pauses are 23 s in all
     hub.shutdown()
     hub.server_close()
     with pytest.raises(ModelMissingError, match="someone/small-model@0123456789ab is not on this host") as caught:
         locate_model(config(), endpoint=hub.url)
     assert f"hf download someone/small-model --revision {REVISION}" in caught.value.hint
+    assert len(waits) > 1, "it has tried more than once"
 
 
 def test_unknown_model_is_missing_too(hub: Hub) -> None:
