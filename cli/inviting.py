@@ -14,13 +14,22 @@ from stoa.bucket.head import read_head
 from stoa.bucket.invite import BucketDoor, Invite, TemporalDoor, write_invite
 from stoa.bucket.manifest import Signer
 from stoa.bucket.revocations import Revoked
-from stoa.bucket.run_document import RunDocument
+from stoa.bucket.run_document import RunDocument, read_run
 from stoa.bucket.steps import MAX_STEP_BYTES
 from stoa.bucket.store import SMALL_BYTES, Store
 from stoa.config.load import Credentials, bucket_credentials, is_loopback, mac_credentials
 from stoa.config.run import RunConfig
 from stoa.contracts import names
-from stoa.contracts.errors import AccessDeniedError, ConfigError, InviteRevokedError, ObjectMissingError, SignatureError, UsageError
+from stoa.contracts.errors import (
+    AccessDeniedError,
+    ConfigError,
+    InviteRevokedError,
+    ObjectMissingError,
+    RunMissingError,
+    SignatureError,
+    UsageError,
+)
+from stoa.contracts.namesakes import namesakes, shared
 
 MAX_SECONDS: Final = 366 * 86_400.0
 MIN_SECONDS: Final = 60.0
@@ -71,7 +80,7 @@ def invite_mac(
     credentials = mac_credentials(config.bucket)
     check_mac_key(store, document.run, credentials)
     token, invite = write_token(config, signer, credentials, host, seconds=seconds, ca=_read_ca(ca))
-    notes = _notes(config, invite)
+    notes = [*_notes(config, invite), *_namesakes(store, document.run, host)]
     if reads_steps(store, document, credentials):
         notes.append(_READS_STEPS)
     return Invited(token, invite, tuple(notes))
@@ -144,6 +153,21 @@ def _notes(config: RunConfig, invite: Invite) -> list[str]:
         notes.append(
             "this Mac is sent to Temporal itself, where its pass opens nothing: put `stoa proxy` before it, and its address into [macs]"
         )
+    return notes
+
+
+def _namesakes(store: Store, run: str, host: str) -> list[str]:
+    """A note for each run in this bucket that has not ended and may have a Mac whose name is spelt like this one's."""
+    notes: list[str] = []
+    for other, its_host in namesakes(run, host):
+        try:
+            is_live = read_head(store, other, read_run(store, other).public_key)[0].state != "stopped"
+        except RunMissingError:
+            continue
+        except ObjectMissingError:
+            is_live = True  # its trainer has not come yet
+        if is_live:
+            notes.append(f"{shared(run, host, (other, its_host))}: whichever comes second is turned away; choose another --host")
     return notes
 
 

@@ -2,7 +2,8 @@
 
 Temporal gives a key of a namespace everything in it; a Mac needs a dozen of its calls, for itself. Whoever calls shows a
 pass (`proxying/passes.py`), a call is one of a table (`proxying/allow.py`), and there are not too many of them
-(`proxying/limits.py`). Replies pass unread. The proxy keeps no state: several may stand beside each other.
+(`proxying/limits.py`). Replies pass as they are; of a task it is looked whose it is. The proxy keeps no state: several may
+stand beside each other.
 
 Nothing of a pass, a key or a payload is logged. Without TLS it listens on loopback only, unless told otherwise.
 """
@@ -24,9 +25,10 @@ import structlog
 from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest, DescribeNamespaceResponse
 
 from cli.proxying.allow import MAX_REQUEST_BYTES, SERVICE, Method, Place, understand
+from cli.proxying.deliver import MISDELIVERED, give_back
 from cli.proxying.limits import Limiter, Rates
 from cli.proxying.passes import Passes
-from cli.proxying.refusal import Code, RefusedError, invalid
+from cli.proxying.refusal import Code, RefusedError, denied, invalid
 from stoa.bucket.invite import Pass
 from stoa.bucket.revocations import LOOK_SECONDS, Revoked
 from stoa.config.load import is_loopback
@@ -175,6 +177,7 @@ class Proxy:
                     reply = await self._pass_on(path, request, _seconds(context, method), _told(context))
                 if method.waits:  # a task that came after a revocation is kept: there are tickets in it
                     self._passes.known(context.invocation_metadata())
+                    await self._give_back_anothers(reply, caller)
                 return reply
         except RefusedError as refusal:
             return await self._refuse(context, refusal, name, caller.host)
@@ -182,6 +185,13 @@ class Proxy:
             _log.debug("call_failed", method=name, host=caller.host, code=error.code().name)
             await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
             raise
+
+    async def _give_back_anothers(self, reply: bytes, caller: Pass) -> None:
+        """Raises RefusedError for a task that is not the caller's, once the server has it back."""
+        failed = give_back(reply, caller, self._place.namespace)
+        if failed is not None:
+            await self._pass_on(f"{SERVICE}RespondActivityTaskFailed", failed.SerializeToString(), CALL_SECONDS, ())
+            raise denied(MISDELIVERED)
 
     def _who(self, context: Any) -> Pass:
         known = self._passes.known(context.invocation_metadata())

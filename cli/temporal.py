@@ -136,6 +136,13 @@ class Control:
         except (ServiceError, RunMissingError):
             return ()
 
+    def live_runs(self) -> tuple[str, ...]:
+        """Runs whose workflows run here, by name; empty where the server cannot tell."""
+        try:
+            return self._call(self._live_runs(), "")
+        except (ServiceError, RunMissingError):
+            return ()
+
     def ask(self, run: str, update: str, reason: str) -> RunStatus:
         """Send the update `pause`, `resume`, `drain` or `stop`; returns how the run is then. Raises UsageError if the run refuses it."""
         return self._call(self._update(run, update, Ask(reason), RunStatus), run)
@@ -256,6 +263,13 @@ class Control:
             if one.typed_search_attributes.get(_RUN) in (None, run):  # run a-b has sessions that begin like those of run a
                 found.add(one.id.removeprefix(first))
         return tuple(sorted(found))
+
+    async def _live_runs(self) -> tuple[str, ...]:
+        client = await self._client(self._settings.namespace_core)
+        asked = f"ExecutionStatus = 'Running' AND WorkflowType = '{names.RUN_WORKFLOW}'"
+        first = names.run_workflow_id("")
+        found = client.list_workflows(asked, limit=MOST_LISTED, rpc_timeout=timedelta(seconds=QUERY_SECONDS))
+        return tuple(sorted([one.id.removeprefix(first) async for one in found]))
 
     async def _ended_sessions(self, run: str) -> tuple[SessionStatus, ...]:
         client = await self._client(self._settings.namespace_mac)

@@ -46,6 +46,7 @@ def run(
     from cli.launch import launch
     from cli.temporal import Control
     from stoa.config.load import load_run
+    from stoa.contracts.namesakes import alike
 
     settings = load_run(config, sets)
     if not no_doctor and not fit_for_run(settings):
@@ -56,6 +57,8 @@ def run(
         promise = Promise(config, load_run(config).run, control.present(settings.run), folder, resume=resume, detach=detach)
         for line in first_screen(settings, launched.layout, promise):
             say.talk(line)
+        for note in filter(None, (alike(settings.run, other) for other in control.live_runs())):
+            say.talk(f"note: {note}")
         if detach:
             return Exit.DONE
         return _follow(settings, launched, control, folder, quiet=quiet)

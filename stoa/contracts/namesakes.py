@@ -23,6 +23,23 @@ def other_run(run: str, host: str, other_host: str) -> str:
     return next((found for found, its_host in namesakes(run, host) if its_host == other_host), "")
 
 
+def shared(run: str, host: str, other: tuple[str, str]) -> str:
+    """One sentence that names two namesakes, this one first."""
+    return f"Mac {host} of run {run} and Mac {other[1]} of run {other[0]} have one name in Temporal"
+
+
 def clash(run: str, host: str, other: tuple[str, str]) -> str:
-    """One sentence that names both. The first is the one that is there."""
-    return f"Mac {host} of run {run} and Mac {other[1]} of run {other[0]} have one name in Temporal, and the first is there already"
+    """The same of one that is there, named first, and one that would be."""
+    return f"{shared(run, host, other)}, and the first is there already"
+
+
+def alike(run: str, other: str) -> str:
+    """Which names of Macs two live runs should leave alone, in one sentence; "" if no two of their Macs can be namesakes."""
+    short, long = sorted((run, other), key=len)
+    if not long.startswith(f"{short}-"):
+        return ""
+    first = f"{long.removeprefix(f'{short}-')}-"
+    return (
+        f"run {other} is live here too: a Mac of run {short} called {first}NAME has the same name in Temporal as Mac NAME of run {long}, "
+        "and whichever comes second is turned away"
+    )

@@ -134,6 +134,35 @@ async def test_an_invited_mac_plays_sweeps_and_says_goodbye(temporal_server: Tem
             assert await handle.query(names.SESSION_QUERY, result_type=list[str]) == [invite.invite] * 2
 
 
+async def test_a_task_of_a_namesake_goes_back_and_reaches_who_it_is_for(temporal_server: TemporalServer, store: Store) -> None:
+    """Run `demo-mac` has a Mac `1`: its queue is spelt like that of our Mac `mac-1`."""
+    async with world_of(temporal_server, store) as world:
+        client, theirs = await world.client(world.invite()), Sweeps()
+        queue = names.mac_queue("demo-mac", "1")
+        assert queue == names.mac_queue("demo", "mac-1")
+        async with make_worker(world.owner, names.control_queue("demo-mac"), workflows=[PlainSession]):
+            await world.owner.start_workflow(
+                names.MAC_SESSION,
+                SessionInput("demo-mac", "1"),
+                id=names.session_workflow_id("demo-mac", "1"),
+                task_queue=names.control_queue("demo-mac"),
+            )
+            poll = api.PollActivityTaskQueueRequest(namespace=world.mac, task_queue={"name": queue}, identity="x")
+            code, text = await status_of(client.workflow_service.poll_activity_task_queue(poll))
+            assert (code, "spelt like" in text) == (RPCStatusCode.PERMISSION_DENIED, True)
+            async with make_worker(world.owner, queue, activities=[theirs.sweep], max_concurrent_activities=1, graceful_seconds=1):
+                await until(lambda: theirs.tokens)
+                session = world.owner.get_workflow_handle(names.session_workflow_id("demo-mac", "1"))
+                await session.signal(names.GOODBYE, Goodbye("1", "n"))
+                await session.result()
+            failed = [
+                event.activity_task_started_event_attributes.last_failure.application_failure_info.type
+                for event in (await session.fetch_history()).events
+                if event.HasField("activity_task_started_event_attributes")
+            ]
+            assert failed[0] == "NamesakeError"
+
+
 def payloads(value: object) -> Payloads:
     return Payloads(payloads=[Payload(metadata={"encoding": b"json/plain"}, data=json.dumps(value).encode())])
 

@@ -79,6 +79,16 @@ def test_invite_prints_one_token_and_says_the_rest_beside_it(owner: dict[str, st
     assert [found.key for found in store.list("runs/friends/") if "probe" in found.key] == []
 
 
+def test_invite_says_which_live_runs_mac_has_the_same_name(owner: dict[str, str], store: Store) -> None:
+    for run in ("friends-attic", "friends-attic-2"):  # of the second no Mac is spelt like friends' attic-2
+        config = RunConfig(run=run, bucket=store.settings)
+        claim_run(store, new_run(config, SIGNER, layout_id="x", model_files=()), SIGNER)
+    done = stoa("invite", "friends", "--host", "attic-2", **owner)
+    (note,) = [line for line in done.stderr.splitlines() if "one name in Temporal" in line]
+    assert note.startswith("note: Mac attic-2 of run friends and Mac 2 of run friends-attic have one name in Temporal: ")
+    assert "one name" not in stoa("invite", "friends", "--host", "attic", **owner).stderr
+
+
 def test_invite_as_json_draws_a_name_and_carries_a_certificate(owner: dict[str, str], tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")

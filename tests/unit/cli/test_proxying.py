@@ -12,6 +12,7 @@ from temporalio.api.common.v1 import Payload, Payloads
 from temporalio.api.workflowservice.v1 import (
     DescribeNamespaceRequest,
     PollActivityTaskQueueRequest,
+    PollActivityTaskQueueResponse,
     RecordActivityTaskHeartbeatRequest,
     RecordWorkerHeartbeatRequest,
     RespondActivityTaskCanceledRequest,
@@ -26,6 +27,7 @@ from temporalio.exceptions import ApplicationError
 from cli.proxy import make_room_for_connections
 from cli.proxying import limits
 from cli.proxying.allow import MAX_REQUEST_BYTES, METHODS, SERVICE, Place, understand
+from cli.proxying.deliver import give_back
 from cli.proxying.limits import Limiter, Rates
 from cli.proxying.passes import Passes
 from cli.proxying.refusal import Code, RefusedError
@@ -443,3 +445,23 @@ def test_the_proxy_may_open_more_files_than_a_process_begins_with() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(21_000, most), hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("data", "is_ours"),
+    [
+        (b'{"run": "demo", "host": "mac-1"}', True),
+        (b'{"run": "demo-mac", "host": "1"}', False),
+        (b'{"run": "demo"}', False),
+        (b"[1]", False),
+        (b"{", False),
+    ],
+)
+def test_a_task_is_handed_only_to_the_mac_it_names(data: bytes, is_ours: bool) -> None:
+    payload = Payload(metadata={"encoding": b"json/plain"}, data=data)
+    task = PollActivityTaskQueueResponse(task_token=token(), input=Payloads(payloads=[payload]))
+    back = give_back(task.SerializeToString(), CALLER, "mac")
+    assert (back is None) == is_ours
+    if back is not None:
+        assert (back.task_token, back.namespace, back.failure.application_failure_info.type) == (token(), "mac", "NamesakeError")
+    assert give_back(PollActivityTaskQueueResponse().SerializeToString(), CALLER, "mac") is None
