@@ -84,6 +84,7 @@ RULES = (
     Rule(r"docs/guides/wired-macs\.md:console", r"stoa join", "test", "tests/loop/test_wired.py", '"--hosts"'),
     Rule(r"docs/guides/warm-start\.md:console", "", "test", "tests/loop/test_warmstart.py", '"warm-start.md"'),
     Rule(r"docs/guides/warm-start\.md:sh", r"stoa warmstart", "mac", "some minutes, a file of one's own, or Macs that are wired"),
+    Rule(r"docs/guides/(evaluate|wired-macs)\.md:console", r"stoa eval .* --hosts", "test", "tests/cli/test_eval.py", '"--hosts"'),
     Rule(r"docs/guides/evaluate\.md:console", r"stoa eval environments", "test", "tests/cli/test_eval.py", '"eval", POLICY'),
     Rule(r"docs/guides/evaluate\.md:console", r"stoa eval demo", "test", "tests/cli/test_by_hand.py", '"eval", "demo"'),
     # Everywhere.
