@@ -7,7 +7,7 @@ The manifest is `Document` as signed canonical JSON; its key ends in `manifest.j
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -23,7 +23,7 @@ from stoa.contracts.errors import BucketError, CheckpointError, ObjectExistsErro
 FORMAT = "stoa-checkpoint-1"
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 2**20
-_OLDER = "resume from an older checkpoint"
+_LOST = "put the object back from a copy of the bucket"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def read_document(store: Store, key: str, identity: Identity, public_key: str) -
     try:
         document = read_signed(_DOCUMENT, store.get(key, max_bytes=MAX_MANIFEST_BYTES).data, public_key, key)
     except BucketError as error:
-        raise CheckpointError(f"{key} cannot be used: {error}", hint=_OLDER) from error
+        raise CheckpointError(f"{key} cannot be used: {error}", hint=_LOST) from error
     if document.format != FORMAT:
         raise CheckpointError(f"{key} has format {document.format!r}; this trainer reads {FORMAT!r}")
     for field, expected in asdict(identity).items():
@@ -166,29 +166,53 @@ def read_tensors(
             check_sha256(data, part.sha256, part.key)
             tensors = load(data)
         except (BucketError, SafetensorError) as error:
-            raise CheckpointError(f"{part.key} cannot be used: {error}", hint=_OLDER) from error
+            raise CheckpointError(f"{part.key} cannot be used: {error}", hint=_LOST) from error
         if set(tensors) != set(part.tensors):
             raise CheckpointError(f"{part.key} holds other tensors than its manifest lists")
         yield from tensors.items()
 
 
-def prune_checkpoints(store: Store, run: str, *, epoch: int, keep: int, named: str) -> int:
-    """Delete all but the newest `keep` checkpoints and the one HEAD names; returns how many went.
+def older_checkpoints(store: Store, named: str) -> list[str]:
+    """Keys of the manifests of the finished checkpoints before `named`, newest first; none is of a later step."""
+    place = keys.parse_checkpoint(named)
+    found = _listed(store, place.run, place.epoch)
+    older = sorted((one for one in found if one < (place.epoch, place.step) and one[1] <= place.step), reverse=True)
+    return [key for one in older for key in found[one] if _is_manifest(key)]
+
+
+def prune_checkpoints(store: Store, run: str, *, epoch: int, keep: int, named: str, unusable: Collection[str] = ()) -> int:
+    """Delete what is older than the newest `keep` finished checkpoints, except the one HEAD names; returns how many went.
+
+    unusable: manifests of checkpoints that could not be loaded: they do not count, nor do those that were never finished.
 
     The manifest goes first, so that a deletion cut short leaves parts without a manifest and never the reverse.
     Checkpoints of a later epoch are another trainer's and stay.
     """
+    found = _listed(store, run, epoch)
+    finished = sorted(
+        (place for place, names in found.items() if any(_is_manifest(key) and key not in unusable for key in names)), reverse=True
+    )
+    if len(finished) <= keep:
+        return 0
+    doomed = [names for place, names in sorted(found.items()) if place < finished[keep - 1] and named not in names]
+    for names in doomed:
+        store.delete([key for key in names if _is_manifest(key)])
+        store.delete([key for key in names if not _is_manifest(key)])
+    return len(doomed)
+
+
+def _listed(store: Store, run: str, epoch: int) -> dict[tuple[int, int], list[str]]:
+    """(epoch, step) -> keys of the objects of the checkpoints of leases up to `epoch`, finished or not."""
     found: dict[tuple[int, int], list[str]] = {}
     listed = (one.key for one in store.list(keys.checkpoints_prefix(run)))
     for key, place in keys.ours(listed, keys.parse_checkpoint):
-        found.setdefault((place.epoch, place.step), []).append(key)
-    own = sorted((place for place in found if place[0] <= epoch), reverse=True)
-    doomed = [found[place] for place in own[keep:] if named not in found[place]]
-    for names in doomed:
-        manifests = [key for key in names if key.endswith(f"/{MANIFEST}")]
-        store.delete(manifests)
-        store.delete([key for key in names if key not in manifests])
-    return len(doomed)
+        if place.epoch <= epoch:
+            found.setdefault((place.epoch, place.step), []).append(key)
+    return found
+
+
+def _is_manifest(key: str) -> bool:
+    return key.endswith(f"/{MANIFEST}")
 
 
 def _cut(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[list[str]]:

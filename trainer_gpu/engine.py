@@ -84,7 +84,7 @@ class TrainerEngine:
         """See `ports.PolicyTrainer`. The weights are those of the checkpoint in HEAD, or the base checkpoint's.
 
         Raises:
-            FencedError: a later lease holds the run. CheckpointError: HEAD's checkpoint cannot be loaded.
+            FencedError: a later lease holds the run. CheckpointError: neither HEAD's checkpoint nor one before it can be loaded.
             ReplayedError: HEAD is older than what the run published.
             UsageError: the attempts of this lease are used up.
         """

@@ -39,6 +39,8 @@ class _Lineage:
     """Which steps of HEAD's lease have been read, and how many groups the steps of each version trained on."""
 
     epoch: int = -1
+    step: int = 0
+    """Of HEAD when it was last looked at: it falls where a lease goes back to an older checkpoint."""
     last_key: str = ""
     last_note: str = ""
     consumed_by_version: dict[int, int] = field(default_factory=dict)
@@ -265,9 +267,9 @@ class GrantKeeper:
             self._ending = {}
 
     def _follow_steps(self, head: Head, oldest: int) -> None:
-        """Read the steps not read yet; after a new lease all over again, because steps may have been given back."""
-        if self._lineage.epoch != head.epoch:
-            begun = _Lineage(head.epoch)
+        """Read the steps not read yet; after a new lease, or one that went back, all over again: steps may have been given back."""
+        if self._lineage.epoch != head.epoch or head.step < self._lineage.step:
+            begun = _Lineage(head.epoch, head.step)
             settled: set[GroupKey] = set()
             for manifest in lineage(self._store, head):
                 if manifest.version < oldest:
@@ -278,6 +280,7 @@ class GrantKeeper:
             self._lineage = begun
             self._ledger.settle_only(settled)
         known = self._lineage
+        known.step = head.step
         listed = (found.key for found in self._store.list(keys.steps_of_epoch(self._run, head.epoch), known.last_key))
         for key, _ in keys.ours(listed, keys.parse_step):
             for group in known.add(read_step(self._store, self._run, key)):

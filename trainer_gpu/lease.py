@@ -4,22 +4,25 @@ Only the swap of HEAD decides who holds the run; everything else here follows fr
 with its lease is `engine.py`'s.
 """
 
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import structlog
+
 from stoa.bucket.head import Head, HeadWriter, Reset
 from stoa.bucket.steps import Canary, Dropped, lineage, write_drop_note
 from stoa.bucket.store import Store
-from stoa.contracts.errors import FencedError, ObjectMissingError, ReplayedError, ServiceUnavailableError, UsageError
+from stoa.contracts.errors import CheckpointError, FencedError, ObjectMissingError, ReplayedError, ServiceUnavailableError, UsageError
 from stoa.contracts.messages import AcquireRequest, Published, StepResult
 from stoa.contracts.ports import Progress
 from stoa.learning.fleet import FleetBook
 from stoa.learning.trials import Trials
 from stoa.rollouts.admit import DAMNING
 from trainer_gpu.alarms import AlarmBook
-from trainer_gpu.checkpoint import Facts, Identity, read_document
+from trainer_gpu.checkpoint import Document, Facts, Identity, older_checkpoints, read_document
 from trainer_gpu.eval_watch import EvalWatch
 from trainer_gpu.grant_book import GrantBook
 from trainer_gpu.intake import Intake
@@ -32,6 +35,8 @@ from trainer_gpu.versions import KnownVersions
 MAX_ATTEMPTS = 999
 TAKE_AFTER_SECONDS = 0.5
 """How long an acquisition waits for word that it is no longer wanted, before it fences the present holder."""
+
+log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -51,6 +56,8 @@ class Lease:
     step: int
     step_manifest_key: str
     settled: set[str]
+    unusable: tuple[str, ...] = ()
+    """Manifests of checkpoints that could not be loaded when the lease was taken."""
     checkpoint_in_flight: str = ""
     """Key of the checkpoint that HEAD will name with the version in flight."""
     last_step: StepResult | None = None
@@ -113,21 +120,31 @@ def next_token(lease_number: int, attempt: int, head_epoch: int, *, strict: bool
 def take_lease(
     handle: RunHandle, policy: Policy, grants: GrantBook, request: AcquireRequest, attempt: int, progress: Progress
 ) -> tuple[Lease, Head]:
-    """Swap HEAD to a new token, then load what HEAD names. Raises as `TrainerEngine.acquire`."""
+    """Swap HEAD to a new token, then load what HEAD names. Raises as `TrainerEngine.acquire`.
+
+    Where that checkpoint is damaged the newest before it that can be loaded takes its place, and HEAD names it: the steps
+    after it are lost as in a crash, and their groups come back.
+    """
     config, store = handle.config, handle.store
     writer = HeadWriter(store, handle.run, handle.signer, owner=handle.owner, interval_seconds=config.bucket.head_interval_seconds)
     before = _present_head(writer, request)
     key = before.checkpoint_key if before else ""
-    document = read_document(store, key, identity_of(handle, policy), handle.signer.public_key) if key else None
+    loaded, document = _readable(handle, policy, key) if key else ("", None)
     facts = document.facts if document else Facts(0, 0, -1, "", ())
     _await_word(progress)
     token = next_token(request.lease_number, attempt, before.epoch if before else 0, strict=request.strict)
-    head = writer.acquire(token, Reset(key, facts.step, facts.step_manifest_key))
+    head = writer.acquire(token, Reset(key, facts.step, facts.step_manifest_key) if loaded == key else None)
     progress.report(f"took lease {token}; loading step {facts.step}")
     if document is None:
         policy.load_base()
     else:
-        policy.restore_parts(store, document.parts, facts.rng, on_part=lambda name: progress.report(f"loading {name}"))
+        loaded, facts = _restore(handle, policy, loaded, document, progress)
+    unusable: tuple[str, ...] = ()
+    if loaded != key:
+        passed_over = [key, *older_checkpoints(store, key)]
+        unusable = tuple(passed_over[: passed_over.index(loaded)])
+        log.error("checkpoints_unusable", keys=unusable, went_back_to=loaded, step=facts.step)
+        head = writer.swap(token, step=facts.step, step_manifest_key=facts.step_manifest_key, checkpoint_key=loaded)
     versions = KnownVersions(store, handle.run, handle.signer.public_key, window=config.learning.max_staleness_hard)
     versions.follow(head, head.version - config.learning.max_staleness_hard)
     publisher = VersionPublisher(handle)
@@ -139,8 +156,42 @@ def take_lease(
     trials = Trials(max(1, config.rollout.canary_sweeps), DAMNING)
     watch, step_key, settled = EvalWatch(store, handle.run), facts.step_manifest_key, set(facts.settled)
     return Lease(
-        token, writer, publisher, intake, versions, alarms, watch, fleet, trials, head.version, facts.step, step_key, settled
+        token, writer, publisher, intake, versions, alarms, watch, fleet, trials, head.version, facts.step, step_key, settled, unusable
     ), head
+
+
+def _readable(handle: RunHandle, policy: Policy, named: str) -> tuple[str, Document]:
+    """A checkpoint's key and manifest, or those of the newest before it that can be read.
+
+    Raises CheckpointError for `named` if none can.
+    """
+    identity, public_key = identity_of(handle, policy), handle.signer.public_key
+    try:
+        return named, read_document(handle.store, named, identity, public_key)
+    except CheckpointError:
+        for key in older_checkpoints(handle.store, named):
+            with contextlib.suppress(CheckpointError):
+                return key, read_document(handle.store, key, identity, public_key)
+        raise
+
+
+def _restore(handle: RunHandle, policy: Policy, key: str, document: Document, progress: Progress) -> tuple[str, Facts]:
+    """Load a checkpoint, or the newest before it that can be loaded. Raises CheckpointError for the first if none can."""
+
+    def restore(document: Document) -> Facts:
+        policy.restore_parts(handle.store, document.parts, document.facts.rng, on_part=lambda name: progress.report(f"loading {name}"))
+        return document.facts
+
+    try:
+        return key, restore(document)
+    except CheckpointError as error:
+        log.warning("checkpoint_damaged", key=key, error=error.message)
+        for older in older_checkpoints(handle.store, key):
+            progress.report(f"{key} is damaged; trying {older}")
+            with contextlib.suppress(CheckpointError):
+                found = read_document(handle.store, older, identity_of(handle, policy), handle.signer.public_key)
+                return older, restore(found)
+        raise
 
 
 def _present_head(writer: HeadWriter, request: AcquireRequest) -> Head | None:

@@ -54,4 +54,5 @@ class Savepoint:
     def prune(self, lease: Lease, named: str) -> None:
         """Delete checkpoints beyond those that are kept; never `named`, the one HEAD names."""
         handle = self._handle
-        prune_checkpoints(handle.store, handle.run, epoch=lease.token, keep=handle.config.publish.keep_checkpoints, named=named)
+        keep = handle.config.publish.keep_checkpoints
+        prune_checkpoints(handle.store, handle.run, epoch=lease.token, keep=keep, named=named, unusable=lease.unusable)

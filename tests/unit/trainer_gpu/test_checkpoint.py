@@ -13,6 +13,7 @@ from stoa.contracts.errors import CheckpointError, ObjectExistsError
 from trainer_gpu.checkpoint import (
     Facts,
     Identity,
+    older_checkpoints,
     prune_checkpoints,
     read_document,
     read_tensors,
@@ -124,6 +125,32 @@ def test_newest_and_named_checkpoints_stay(store: Store, signer: Signer, tensors
     assert left == {(2001, 8), (1001, 12), (1001, 4), (3001, 16)}
     assert gone == 1
     assert not [found for found in store.list(keys.checkpoints_prefix("test")) if "e1001/s00000008" in found.key]
+
+
+def test_checkpoint_that_was_never_finished_or_is_damaged_takes_no_place_of_one_that_is_kept(
+    store: Store, signer: Signer, tensors: dict
+) -> None:
+    """Of a trainer that was killed while it saved step 12, and of one whose step 16 cannot be loaded."""
+    saved = {step: save(store, signer, tensors, replace(FACTS, step=step)) for step in (4, 8, 16)}
+    torn = save_parts(store, "test", 1001, 12, tensors, part_bytes=20_000)
+    named = save(store, signer, tensors, replace(FACTS, epoch=2001, step=12))
+    gone = prune_checkpoints(store, "test", epoch=2001, keep=2, named=named, unusable=[saved[16]])
+    assert gone == 1
+    assert [step for step, key in saved.items() if store.exists(key)] == [8, 16]
+    assert store.exists(named)
+    assert all(store.exists(part.key) for part in torn), "it may be on its way: retention removes it, having said so"
+    later = save(store, signer, tensors, replace(FACTS, epoch=2001, step=16))
+    assert prune_checkpoints(store, "test", epoch=2001, keep=2, named=later, unusable=[saved[16]]) == 3
+    assert not [one.key for one in store.list(keys.checkpoints_prefix("test")) if "e1001" in one.key]
+
+
+def test_older_checkpoints_are_the_finished_ones_before_it_the_newest_first(store: Store, signer: Signer, tensors: dict) -> None:
+    places = [(1001, 4), (1001, 8), (1001, 12), (2001, 8), (2001, 10), (3001, 9)]
+    saved = {place: save(store, signer, tensors, replace(FACTS, epoch=place[0], step=place[1])) for place in places}
+    save_parts(store, "test", 1001, 6, tensors, part_bytes=20_000)
+    # Step 12 of the first lease was never in the run: HEAD went on from its step 8.
+    assert older_checkpoints(store, saved[2001, 10]) == [saved[2001, 8], saved[1001, 8], saved[1001, 4]]
+    assert older_checkpoints(store, saved[1001, 4]) == []
 
 
 def test_stranger_among_the_checkpoints_stays_and_stops_nothing(store: Store, signer: Signer, tensors: dict) -> None:

@@ -112,6 +112,17 @@ def test_steps_of_a_lost_lease_give_their_groups_back(handle: RunHandle) -> None
     assert len(ask(keeper(handle), "c", 0).question_ids) == 8
 
 
+def test_lease_that_goes_back_to_an_older_checkpoint_gives_its_steps_back(handle: RunHandle) -> None:
+    head(handle)
+    desk = keeper(handle)
+    arrived = arrive(handle, ask(desk, "a", 0)) + arrive(handle, ask(desk, "b", 0))
+    key = step(handle, 1, arrived[:8])
+    later = head(handle, 2001, version=1, step=1, step_manifest_key=key)
+    assert desk.on_the_way() == (0, 8)
+    later.swap(2001, step=0, step_manifest_key="", checkpoint_key="older")
+    assert desk.on_the_way() == (0, 16)
+
+
 def test_what_a_lost_mac_owed_is_free_until_it_asks_again(handle: RunHandle) -> None:
     head(handle)
     desk = keeper(handle)

@@ -19,6 +19,7 @@ from trainer_gpu.model import build_model, read_model_config, recorded_routing, 
 from trainer_gpu.parallel import Trainable, build_optimizer
 from trainer_gpu.rows import share
 from trainer_gpu.step import StepOutcome, compare_groups, learning_rate, optimizer_step
+from trainer_gpu.weights import saved_buffers
 
 LEARNING = Learning()
 
@@ -50,7 +51,7 @@ def step(groups: list[Group], learning: Learning = LEARNING, **more: int) -> tup
 
 
 def test_on_policy_step_drops_nothing_and_sees_no_mismatch(groups: list[Group]) -> None:
-    _, outcome = step(groups)
+    policy, outcome = step(groups)
     metrics = outcome.metrics
     assert metrics["gate_drop_rate"] == metrics["ratio_capped_fraction"] == metrics["bad_fraction"] == 0
     assert metrics["mismatch_max"] < 1e-4
@@ -64,6 +65,9 @@ def test_on_policy_step_drops_nothing_and_sees_no_mismatch(groups: list[Group]) 
     assert metrics["search_rate"] == np.mean([e.reward_parts["searched"] for g in groups for e in g.episodes])
     assert metrics["sampled_tokens"] == sum(len(e.logprobs) for g in groups for e in g.episodes)
     assert 0 < metrics["entropy"] < np.log(256)
+    biases, before = saved_buffers(policy.model), saved_buffers(trainable().model)
+    assert biases.keys() == before.keys() != set()
+    assert all(torch.equal(bias, before[name]) for name, bias in biases.items()), "expert_bias is frozen"
 
 
 def test_every_metric_is_declared_in_the_catalogue(groups: list[Group]) -> None:
