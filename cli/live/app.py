@@ -19,7 +19,7 @@ from textual.screen import ModalScreen
 from textual.widgets import ContentSwitcher, DataTable, Footer, Static
 
 from cli.live.pictures import star_lines, timeline_lines
-from cli.live.view import COLUMNS, Look, MacLine, View, view_of
+from cli.live.view import COLUMNS, Look, MacLine, View, columns_of, reason_lines, view_of
 from cli.report.look import interval_bounds
 from cli.report.record import RunRecord, SweepBar
 from stoa.contracts.errors import StoaError
@@ -103,10 +103,10 @@ class Live(App[None]):
 
     CSS = """
     #run { height: auto; padding: 0 1; border: round $primary; }
-    #picture { height: 1fr; min-height: 6; }
+    #picture { height: 1fr; min-height: 4; }
     #fleet { height: 1fr; }
     #timeline, #star { padding: 0 1; height: 1fr; }
-    #slowest { height: auto; padding: 0 1; color: $text-muted; }
+    #slowest { height: auto; max-height: 6; padding: 0 1; color: $text-muted; }
     #below { height: auto; max-height: 8; }
     #bandwidth, #alarms { width: 1fr; height: auto; min-height: 4; padding: 0 1; border: round $primary; }
     """
@@ -142,6 +142,7 @@ class Live(App[None]):
         self._sweeps: tuple[int, tuple[SweepBar, ...]] = (-1, ())
         self._said = ""
         self._shown: tuple[MacLine, ...] = ()
+        self._columns: tuple[str, ...] = ()
         self._drawn: tuple[str, ...] = ()
         """Hosts of the table's rows, in their order."""
 
@@ -159,10 +160,7 @@ class Live(App[None]):
         yield Footer()
 
     async def on_mount(self) -> None:
-        """Name the columns, look once, and then every so often."""
-        table = self.query_one("#fleet", DataTable)
-        for name in COLUMNS:
-            table.add_column(name, key=name)
+        """Look once, and then every so often."""
         self.query_one("#run", Static).update(Text("looking ..."))
         self.query_one("#run", Static).border_title = "run"
         self.query_one("#bandwidth", Static).border_title = "bandwidth"
@@ -218,7 +216,7 @@ class Live(App[None]):
         run.stylize("bold", 0, len(lines[0]))
         self._put("#run", run)
         self._fill(view.fleet)
-        self._put("#slowest", Text(view.slowest, no_wrap=True, overflow="ellipsis"))
+        self._tell_reasons()
         self._put("#bandwidth", Text("\n".join(view.bandwidth), no_wrap=True, overflow="ellipsis"))
         self._put("#alarms", Text("\n".join(view.alarms) or "none", no_wrap=True, overflow="ellipsis", style="red" if view.alarms else ""))
         record, version = self._now.record, self._version()
@@ -228,6 +226,16 @@ class Live(App[None]):
         legend = f"version {version}:  = step  . wait  P publish  # sweep  o group landed   [ earlier  ] later"
         self._put("#timeline", Text("\n".join([legend, "", *timeline]), no_wrap=True))
         self._put("#star", Text("\n".join(star_lines(record)), no_wrap=True))
+
+    def on_data_table_row_highlighted(self) -> None:
+        """Why the Mac under the cursor is as it is stands first."""
+        self._tell_reasons()
+
+    def _tell_reasons(self) -> None:
+        if self._view is not None:
+            slowest = self._view.slowest
+            lines = [*filter(None, [slowest]), *reason_lines(self._view.fleet, self._selected(), slowest)]
+            self._put("#slowest", Text("\n".join(lines)))
 
     def _put(self, name: str, text: Text) -> None:
         """Change a part only if it says something new: what stays the same is not sent again."""
@@ -239,17 +247,23 @@ class Live(App[None]):
         table = self.query_one("#fleet", DataTable)
         before, self._shown = self._shown, lines
         changed = [pair for pair in zip(before, lines, strict=False) if pair[0] != pair[1]]
-        if [line.host for line in before] == [line.host for line in lines] and len(changed) <= MOST_CHANGED:
+        columns = columns_of(lines)
+        if columns == self._columns and [line.host for line in before] == [line.host for line in lines] and len(changed) <= MOST_CHANGED:
             for old, new in changed:
                 for name, was, cell in zip(COLUMNS, old.cells(), _cells(new), strict=True):
-                    if cell.plain != was:
+                    if name in columns and cell.plain != was:
                         table.update_cell(new.host, name, cell, update_width=True)
             return
         chosen = self._selected()
         self._drawn = tuple(line.host for line in lines)
-        table.clear()
+        table.clear(columns=columns != self._columns)
+        if columns != self._columns:
+            self._columns = columns
+            for name in columns:
+                table.add_column(name, key=name)
         for line in lines:
-            table.add_row(*_cells(line), key=line.host)
+            cells = dict(zip(COLUMNS, _cells(line), strict=True))
+            table.add_row(*(cells[name] for name in columns), key=line.host)
         if chosen in (hosts := [line.host for line in lines]):
             table.move_cursor(row=hosts.index(chosen))
 
@@ -312,4 +326,4 @@ class Live(App[None]):
 
 def _cells(line: MacLine) -> list[Text]:
     state = Text(line.state, style=_STATES.get(line.state, ""))
-    return [state if name == "state" else Text(cell) for name, cell in zip(line.__slots__, line.cells(), strict=True)]
+    return [state if name == "state" else Text(cell) for name, cell in zip(COLUMNS, line.cells(), strict=True)]

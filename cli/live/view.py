@@ -4,7 +4,7 @@ Rates are differences between two looks, by this machine's clock. `app.py` draws
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Final
 
@@ -20,6 +20,8 @@ MIN_SPAN_SECONDS: Final = 0.5
 ALARM_STEPS: Final = 20
 """Alarms of so many last steps are shown."""
 MOST_ALARMS: Final = 6
+FLOW_STEPS: Final = 8
+"""What flows is the mean of so many last steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,28 @@ class MacLine:
 
     def cells(self) -> tuple[str, ...]:
         """In the order of `COLUMNS`."""
-        return tuple(getattr(self, name) for name in self.__slots__)
+        return tuple(getattr(self, one.name) for one in fields(self)[: len(COLUMNS)])
 
 
-COLUMNS: Final = ("Mac", "place", "state", "v", "lag", "tok/s", "up/s", "down/s", "heat", "ok", "no", "pull", "join", "idle", "why")
+COLUMNS: Final[tuple[str, ...]] = (
+    "Mac",
+    "place",
+    "state",
+    "v",
+    "lag",
+    "tok/s",
+    "up/s",
+    "down/s",
+    "heat",
+    "ok",
+    "no",
+    "pull",
+    "join",
+    "idle",
+)
+"""One for each field of a line but its reason, which is a sentence: see `reason_lines`."""
+MOST_REASONS: Final = 3
+MOST_NAMES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +105,8 @@ def view_of(now: Look, before: Look | None, max_steps: int) -> View:
     """The picture of `now`, with rates since `before`. max_steps: for a record that names no limit."""
     record = now.record
     max_steps = record.max_steps or max_steps
-    rates = rates_between(before, now)
+    ended = record.state in ENDED
+    rates = Rates() if ended else rates_between(before, now)
     done = max(record.step, record.live_step)
     return View(
         run=run_lines(record, max_steps),
@@ -95,7 +116,7 @@ def view_of(now: Look, before: Look | None, max_steps: int) -> View:
         alarms=alarm_lines(record),
         done=min(1.0, done / max_steps) if max_steps else 0.0,
         paused=record.state == "paused",
-        ended=record.state in ENDED,
+        ended=ended,
     )
 
 
@@ -113,7 +134,21 @@ def run_lines(record: RunRecord, max_steps: int) -> tuple[str, ...]:
     if good:
         low, high = good[-1].interval_95
         exam = f"pass@1 {good[-1].pass_at_1:.3f} ({low:.3f} to {high:.3f}) at version {good[-1].version}"
-    return (head, "  ".join(numbers), exam, _waits(record), _cost_line(record))
+    return (head, "  ".join(numbers), exam, _waits(record), *_flow_line(record), _cost_line(record))
+
+
+def _flow_line(record: RunRecord) -> tuple[str, ...]:
+    """What the fleet brings, how busy it is, and what the trainer waits, over the newest steps; nothing of a run that has none."""
+    recent = [row.metrics for row in record.steps[-FLOW_STEPS:]]
+    forms = (
+        ("fleet_tokens_per_second", "admitted {:.0f} tokens/s"),
+        ("batch_occupancy_mean", "Macs' places filled {:.0%}"),
+        ("trainer_wait_share", "trainer waits {:.0%}"),
+        ("empty_retrieval_rate", "empty searches {:.0%}"),
+    )
+    values = {name: [metrics[name] for metrics in recent if name in metrics] for name, _ in forms}
+    said = [form.format(sum(values[name]) / len(values[name])) for name, form in forms if values[name]]
+    return ("  ".join(said),) if said else ()
 
 
 def _waits(record: RunRecord) -> str:
@@ -127,7 +162,8 @@ def _cost_line(record: RunRecord) -> str:
     latency = [row.latency_seconds for row in record.versions if row.latency_seconds > 0]
     publish = f"   publish {latency[-1]:.1f} s, median {median(latency):.1f} s" if latency else ""
     price = f"{cost.total_usd:.2f} dollars" if cost.total_usd >= 0.01 else "under a cent"
-    return f"cost so far: {cost.gpu_hours:.2f} GPU hours, {price}{publish}"
+    what = "cost" if record.state in ENDED else "cost so far"
+    return f"{what}: {cost.gpu_hours:.2f} GPU hours, {price}{publish}"
 
 
 def rates_between(before: Look | None, now: Look) -> Rates:
@@ -176,6 +212,34 @@ def fleet_lines(record: RunRecord, rates: Rates) -> tuple[MacLine, ...]:
     )
 
 
+def columns_of(lines: Sequence[MacLine]) -> tuple[str, ...]:
+    """The columns that tell something of these Macs: the others would only push those off a narrow terminal."""
+    cells = [line.cells() for line in lines]
+    always = ("Mac", "state", "v", "tok/s")
+    return tuple(name for place, name in enumerate(COLUMNS) if name in always or any(row[place] not in ("", "-") for row in cells))
+
+
+def reason_lines(lines: Sequence[MacLine], chosen: str, slowest: str = "") -> tuple[str, ...]:
+    """Why Macs are as they are, each reason once with those it is of: that of the `chosen` host first, then what most have.
+
+    slowest: a line that is shown besides, and tells of one Mac already.
+    """
+    hosts: dict[str, list[str]] = {}
+    for line in lines:
+        told = slowest.startswith(f"slowest: {line.host} ") and slowest.endswith(f": {line.reason}")
+        if line.reason and not told:
+            hosts.setdefault(line.reason, []).append(line.host)
+    order = sorted(hosts, key=lambda reason: (chosen not in hosts[reason], -len(hosts[reason]), hosts[reason][0]))
+    said = [f"{_names(sorted(hosts[reason], key=lambda host: host != chosen))}: {reason}" for reason in order[:MOST_REASONS]]
+    left = sum(len(hosts[reason]) for reason in order[MOST_REASONS:])
+    return (*said, f"and {left} more with reasons of their own: see `stoa fleet`") if left else tuple(said)
+
+
+def _names(hosts: Sequence[str]) -> str:
+    more = len(hosts) - MOST_NAMES
+    return ", ".join(hosts[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
 def _idle(session: SessionStatus) -> str:
     total = session.decode_seconds + session.pull_seconds + session.apply_seconds + session.idle_seconds
     return f"{session.idle_seconds / total:.0%}" if total else "-"
@@ -194,19 +258,20 @@ def slowest_line(sessions: Sequence[SessionStatus]) -> str:
 
 
 def bandwidth_lines(record: RunRecord, rates: Rates) -> tuple[str, ...]:
-    """Bytes by kind, now and in all, beside what full weights at every version would have been."""
+    """Bytes by kind, now and in all, beside what an anchor of every version would have been."""
     up, down = sum(s.bytes_up for s in record.sessions), sum(s.bytes_down for s in record.sessions)
     deltas = sum(row.delta_bytes for row in record.versions)
     anchors = {row.anchor_version: row.anchor_bytes for row in record.versions if row.anchor_bytes}
+    now_up, now_down = (f", {bytes_text(sum(now.values()))}/s" if now else "" for now in (rates.up, rates.down))
     lines = [
-        f"groups up      {bytes_text(up)}, {bytes_text(sum(rates.up.values()))}/s",
-        f"versions down  {bytes_text(down)}, {bytes_text(sum(rates.down.values()))}/s",
+        f"groups up      {bytes_text(up)}{now_up}",
+        f"versions down  {bytes_text(down)}{now_down}",
         f"published      {bytes_text(deltas)} of deltas,",
         f"               {bytes_text(sum(anchors.values()))} of anchors",
     ]
     full = max(anchors.values(), default=0) * len(record.versions)
     if full and deltas:
-        lines.append(f"all full       {bytes_text(full)}, {full / (deltas + sum(anchors.values())):.1f} times")
+        lines.append(f"only anchors   {bytes_text(full)}, {full / (deltas + sum(anchors.values())):.1f} times")
     return tuple(lines)
 
 

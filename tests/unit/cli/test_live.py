@@ -13,7 +13,7 @@ from textual.widgets import ContentSwitcher, DataTable, Static
 from cli.live.app import Live
 from cli.live.pictures import star_lines, timeline_lines
 from cli.live.snapshot import take
-from cli.live.view import Look, Rates, alarm_lines, fleet_lines, rates_between, slowest_line, view_of
+from cli.live.view import Look, Rates, alarm_lines, fleet_lines, rates_between, reason_lines, slowest_line, view_of
 from cli.report.record import HostShare, RunRecord, SweepBar
 from stoa.contracts.errors import ServiceUnavailableError, UsageError
 from tests.unit.cli.records import record, session, step, sweep
@@ -123,7 +123,8 @@ def test_snapshot_shows_run_fleet_bandwidth_and_alarms_in_80_columns() -> None:
         "quit",
     ):
         assert words in picture, picture
-    macs = [line.split()[0] for line in lines if line.lstrip().startswith("mac-")]
+    assert "mac-2: on battery" in picture
+    macs = [line.split()[0] for line in lines if re.match(r" *mac-\d ", line)]
     assert macs == ["mac-2", "mac-3", "mac-1"], "sorted by speed"
 
 
@@ -192,8 +193,8 @@ def test_changed_cell_is_changed_in_place_and_a_large_fleet_is_drawn_in_time() -
         fleet.records = [running(sessions=(replace(macs[0], version=3, state="away"), *(replace(one, version=3) for one in macs[1:])))]
         await app.refresh_view()
         assert time.process_time() - began < 5
-        assert [str(cell) for cell in table.get_row("mac-0")][2:4] == ["away", "3"]
-        assert str(table.get_row("mac-999")[3]) == "3"
+        assert [str(cell) for cell in table.get_row("mac-0")][1:3] == ["away", "3"]
+        assert str(table.get_row("mac-999")[2]) == "3"
 
     play(fleet, look)
 
@@ -270,6 +271,52 @@ def test_rates_are_differences_and_a_mac_that_began_anew_counts_from_nothing() -
 def test_fleet_tells_of_groups_and_lag() -> None:
     first = next(line for line in view_of(Look(0.0, running()), None, 8).fleet if line.host == "mac-1")
     assert (first.accepted, first.refused, first.staleness, first.heat, first.place) == ("4", "2", "0", "nominal", "Lyon")
+
+
+def test_ended_run_is_told_whole_and_its_table_fits_the_terminal() -> None:
+    """No column is shown that says nothing, and a sentence is no column: there is no bar to push the table by."""
+    why = "run stopped: 120 s of wall clock are over"
+    macs = (session("mac-1", state="ended", reason=why), session("mac-2", state="ended", reason=why))
+    app = Live(Fleet(running(state="stopped", end_reason="120 s of wall clock are over", sessions=macs)), steps=8, every=3600.0)
+    bars: list[bool] = []
+    columns: list[str] = []
+
+    async def run() -> None:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await app.refresh_view()
+            await app.refresh_view()
+            await pilot.pause()
+            table = app.query_one("#fleet", DataTable)
+            bars.append(table.show_horizontal_scrollbar)
+            columns.extend(str(column.label) for column in table.columns.values())
+            assert said(app, "#slowest") == f"mac-1, mac-2: {why}"
+            assert "ended: 120 s of wall clock are over" in said(app)
+            assert "/s" not in said(app, "#bandwidth"), "of an ended run nothing flows"
+
+    asyncio.run(run())
+    assert bars == [False]
+    assert columns == ["Mac", "state", "v", "lag", "tok/s", "ok", "no", "pull", "join", "idle"]
+
+
+def test_reasons_of_many_macs_are_counted_and_that_under_the_cursor_comes_first() -> None:
+    macs = tuple(session(f"m{n}", reason=f"reason {min(n, 5)}") for n in range(12))
+    lines = fleet_lines(running(sessions=macs), Rates())
+    assert reason_lines(lines, "m3") == (
+        "m3: reason 3",
+        "m10, m11, m5, m6 and 3 more: reason 5",
+        "m0: reason 0",
+        "and 3 more with reasons of their own: see `stoa fleet`",
+    )
+    slow = fleet_lines(running(sessions=(session("m1", slow_because="pull"),)), Rates())
+    assert reason_lines(slow, "", "slowest: m1 at 1 tokens/s, the other 2: pull") == ()
+
+
+def test_what_flows_is_the_mean_of_the_newest_steps() -> None:
+    flows = [{"fleet_tokens_per_second": 100.0 * n, "trainer_wait_share": 0.5, "empty_retrieval_rate": 0.02} for n in range(1, 11)]
+    steps = tuple(step(n, metrics=metrics) for n, metrics in enumerate(flows, 1))
+    lines = view_of(Look(0.0, running(steps=steps)), None, 8).run
+    assert "admitted 650 tokens/s  trainer waits 50%  empty searches 2%" in lines  # steps 3 to 10
+    assert not any("trainer waits" in line for line in view_of(Look(0.0, running()), None, 8).run)
 
 
 def test_macs_of_a_paused_run_are_not_shown_as_if_they_played() -> None:
