@@ -90,11 +90,15 @@ def memory_plan(scene: Scene, most_groups: int = USUAL_GROUPS) -> MemoryPlan | N
     """The widest sweep that fits here, episodes at their longest; None if the model is not known."""
     if scene.layout is None or scene.model_config is None:
         return None
-    size = 4 if scene.config.learning.dtype == "float32" else 2
+    size = 4 if scene.settings.learning.dtype == "float32" else 2
     shapes = model_bytes(read_model_config(scene.model_config), scene.layout, item_bytes=size, activation_bytes=size)
-    tokens = int(str(scene.config.environment.settings.get("max_episode_tokens", LONGEST_TOKENS)))
-    play = Play(scene.config.rollout.group_size, tokens)
+    play = Play(scene.settings.rollout.group_size, longest_tokens(scene))
     return plan_memory(shapes, play, most_groups=most_groups, memory_bytes=our_bytes(scene))
+
+
+def longest_tokens(scene: Scene) -> int:
+    """Tokens of an episode at most, as the settings say; else more than those of the usual tasks."""
+    return int(str(scene.settings.environment.settings.get("max_episode_tokens", LONGEST_TOKENS)))
 
 
 def our_bytes(scene: Scene) -> int:

@@ -74,6 +74,11 @@ class Scene:
                 return None
 
     @cached_property
+    def settings(self) -> RunConfig:
+        """What a worker here plays by: on a Mac that only works for it, the run's own settings where the run is known."""
+        return self.config if self.is_home or self.run is None else self.run.config
+
+    @cached_property
     def model_folder(self) -> Path | None:
         """A folder with the model's small files: the checkpoint's, or what this Mac fetched of it."""
         fetched = self.folder / "runs" / self.config.run / "model"
@@ -106,6 +111,6 @@ class Scene:
     def layout(self) -> Layout | None:
         """The weights' layout; None if the model is not known here or its config.json makes none."""
         try:
-            return None if self.model_config is None else layout_of(self.model_config, self.config.learning.dtype)
+            return None if self.model_config is None else layout_of(self.model_config, self.settings.learning.dtype)
         except StoaError:
             return None

@@ -4,7 +4,9 @@ Everything is asked through the port `worker_mac.cluster.probe.Probe`, by comman
 network is ever changed here.
 """
 
+import json
 import re
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +15,14 @@ from pathlib import Path
 from typing import Final
 
 from cli.doctor.finding import Finding, bad, good, warn
-from cli.doctor.machine import LONGEST_TOKENS, gpu_bytes
+from cli.doctor.machine import gpu_bytes, longest_tokens
 from cli.doctor.scene import Scene
 from cli.say import bytes_text
 from stoa.contracts.errors import StoaError, WiredError
-from worker_mac.cluster.hosts import CONTROL_OFFSET, HERE, PORT, WiredHost, read_hosts, read_split
+from worker_mac.cluster.hosts import CONTROL_OFFSET, FOLDER, HERE, PORT, PYTHON, WiredHost, read_hosts, read_split
 from worker_mac.cluster.install import installed, ours
 from worker_mac.cluster.probe import BRIDGE, SSH_FAILED, Probe, Said, SshProbe, Wire, last_line, read_wire
-from worker_mac.cluster.split import Split, Strength, num_bytes_of
+from worker_mac.cluster.split import Found, Split, Strength, limit_bytes, num_bytes_of
 from worker_mac.cluster.tensor import share_layout
 from worker_mac.model_config import read_model_config
 
@@ -30,6 +32,8 @@ SLOW_MS: Final = 5.0
 """A wire answers in less than a millisecond, Wi-Fi in 20 to 300."""
 PROBE_BYTES: Final = 16 << 20
 LEAST_BYTES_PER_SECOND: Final = 50_000_000
+UNLIKE: Final = 1.5
+"""Speeds of memory that differ more are worth a split by speed."""
 _AVERAGE: Final = re.compile(r"(?:min/avg/max\S*) = [\d.]+/([\d.]+)/")
 _FILEVAULT: Final = "log in once at its own screen: FileVault blocks SSH until then"
 _SSH_FAULTS: Final = (
@@ -53,6 +57,11 @@ class Seen:
     findings: tuple[Finding, ...]
     address: str = ""
     memory_bytes: int = 0
+    """Of its GPU at most, as its system tells; where the program is not installed there yet."""
+    brand: str = ""
+    """Of its chip, for example Apple M4 Max."""
+    found: Found | None = None
+    """As the set's own program there finds it."""
 
 
 def examine_hosts(path: Path, scene: Scene, probe: Probe | None = None, *, port: int = PORT) -> list[Finding]:
@@ -72,28 +81,46 @@ def examine_hosts(path: Path, scene: Scene, probe: Probe | None = None, *, port:
             links = [pool.submit(_check_link, probe, one) for one in seen[1:] if one.address and not one.host.is_here]
             found += [finding for link in links for finding in link.result()]
     strengths = strengths_of(seen, scene)
-    return [*found, _check_port(probe, LOCAL, port + CONTROL_OFFSET), check_split(scene, strengths, hosts, split)]
+    found += [_check_port(probe, LOCAL, port + CONTROL_OFFSET), check_chips(seen, split)]
+    measured = all(one.host.bandwidth_bytes or one.found for one in seen)
+    if split == "tensor" and measured:
+        found.append(check_speeds(strengths, hosts))
+    return [*found, check_split(scene, strengths, hosts, split, measured=measured)]
 
 
 def _look(probe: Probe, host: WiredHost, port: int, *, on_a_wire: bool) -> Seen:
     """What one host tells of itself."""
     findings: list[Finding] = []
+    fits = True
     if not host.is_here:
         reached = check_ssh(probe.ask(host, ("true",)), host)
         findings.append(reached)
         if reached.verdict == "fail":
             return Seen(host, tuple(findings))
-        findings += [check_ssh_back(probe, host), _check_program(probe, host)]
+        program = _check_program(probe, host)
+        fits = program.verdict == "pass"
+        findings += [check_ssh_back(probe, host), program]
     address = ""
     if on_a_wire:
         wire = read_wire(probe.ask(host, ("ifconfig",)).text, probe.ask(host, ("networksetup", "-listallhardwareports")).text)
         address = wire.bridge_address
         findings.append(check_wire(wire, host))
     findings.append(_check_port(probe, host, port))
-    size = probe.ask(host, ("sysctl", "-n", "hw.memsize")).text.strip()
+    told = probe.ask(host, ("sysctl", "-n", "hw.memsize", "machdep.cpu.brand_string"))
+    size, _, brand = told.text.partition("\n") if told.code == 0 else ("", "", "")
     limit = probe.ask(host, ("sysctl", "-n", "iogpu.wired_limit_mb")).text if size.isdecimal() else ""
     memory = gpu_bytes(int(size), lambda _: limit, "darwin") if size.isdecimal() else 0
-    return Seen(host, tuple(findings), address, memory)
+    return Seen(host, tuple(findings), address, memory, brand.strip(), _find(probe, host) if fits else None)
+
+
+def _find(probe: Probe, host: WiredHost) -> Found | None:
+    """What the set would find there as it starts, asked of the same program; None if that does not say."""
+    python = sys.executable if host.is_here else f"{FOLDER}/{PYTHON}"
+    said = probe.ask(host, (python, "-m", "worker_mac.cluster.strength"))
+    try:
+        return Found(**json.loads(last_line(said.text))) if said.code == 0 else None
+    except (ValueError, TypeError):
+        return None
 
 
 def check_ssh(said: Said, host: WiredHost) -> Finding:
@@ -201,25 +228,55 @@ def _check_port(probe: Probe, host: WiredHost, port: int) -> Finding:
     return warn(name, f"in use by {rows[0].split()[0]}", "nothing: another port is tried (bind error 48 or 49)")
 
 
+def check_chips(seen: Sequence[Seen], split: Split) -> Finding:
+    """Do the chips compute alike? Only Macs that compute the same hidden states need to."""
+    name = "chips"
+    named = ", ".join(f"{one.brand or (one.found.chip if one.found else '') or 'not known'} in {one.host.ssh}" for one in seen)
+    if split == "pipeline":
+        return good(name, f"{named}; they may differ: no Mac computes another's layers")
+    brands = {one.brand for one in seen}
+    known = {one.found.chip for one in seen if one.found is not None}
+    if len(known) > 1:
+        return bad(name, f"{named}: unlike chips round otherwise", 'leave "split" out of the file: layers are split then')
+    if any(one.found is None for one in seen) and (len(brands) > 1 or "" in brands):
+        return warn(name, f"{named}: the set refuses unlike ones", 'leave "split" out of the file unless they are the same')
+    return good(name, f"{named}: they round alike")
+
+
+def check_speeds(macs: Sequence[Strength], hosts: Sequence[WiredHost]) -> Finding:
+    """With a share of every layer on each, all wait for the slowest in every layer."""
+    name, speeds = "speeds", [mac.bandwidth for mac in macs]
+    slowest = hosts[speeds.index(min(speeds))].ssh
+    if max(speeds) > UNLIKE * min(speeds):
+        return warn(
+            name, f"all wait for {slowest}, whose memory is {max(speeds) / min(speeds):.1f} times slower than the quickest's",
+            'leave "split" out of the file: layers go by speed then',
+        )  # fmt: skip
+    return good(name, "about alike")
+
+
 def strengths_of(seen: Sequence[Seen], scene: Scene) -> list[Strength]:
-    """Of each Mac. Memory whose speed is not stated counts as quick as the mean of the others': only the set itself measures it."""
-    stated = [one.host.bandwidth_bytes for one in seen if one.host.bandwidth_bytes]
-    usual = sum(stated) / len(stated) if stated else 1.0
-    limits = [one.host.memory_bytes or int(one.memory_bytes * scene.allowed.memory_fraction) for one in seen]
-    return [Strength(limit or None, float(one.host.bandwidth_bytes or usual)) for one, limit in zip(seen, limits, strict=True)]
+    """Of each Mac, by the rules of the set itself. Memory whose speed nobody tells counts as quick as the mean of the others'."""
+    speeds = [one.host.bandwidth_bytes or (one.found.bandwidth_bytes if one.found else 0) for one in seen]
+    known = [speed for speed in speeds if speed]
+    usual = sum(known) / len(known) if known else 1.0
+    memory = [one.found.recommended_bytes if one.found else one.memory_bytes for one in seen]
+    limits = [limit_bytes(one.host.memory_bytes, size, scene.allowed.memory_fraction) for one, size in zip(seen, memory, strict=True)]
+    return [Strength(limit, float(speed or usual)) for limit, speed in zip(limits, speeds, strict=True)]
 
 
-def check_split(scene: Scene, macs: Sequence[Strength], hosts: Sequence[WiredHost], split: Split = "pipeline") -> Finding:
-    """Which layers would go where, and whether that fits."""
+def check_split(
+    scene: Scene, macs: Sequence[Strength], hosts: Sequence[WiredHost], split: Split = "pipeline", *, measured: bool = False
+) -> Finding:
+    """Which layers would go where, and whether that fits. measured: the speed of each Mac's memory is known, stated or measured."""
     from worker_mac.cluster.set_engine import split_model
 
     name = "layers"
     if scene.layout is None or scene.model_config is None:
         return good(name, "the model is not known here yet")
     config = read_model_config(scene.model_config)
-    tokens = int(str(scene.config.environment.settings.get("max_episode_tokens", LONGEST_TOKENS)))
     try:
-        spans = split_model(config, scene.layout, macs, tokens, split)
+        spans = split_model(config, scene.layout, macs, longest_tokens(scene), split)
     except StoaError as error:
         return bad(name, error.message, error.hint)
     known = "" if all(mac.limit_bytes for mac in macs) else "; the memory of some is not known"
@@ -230,6 +287,6 @@ def check_split(scene: Scene, macs: Sequence[Strength], hosts: Sequence[WiredHos
         f"{span.start} to {span.stop - 1} on {host.ssh} ({bytes_text(num_bytes_of(scene.layout, span, config.num_layers))})"
         for span, host in zip(spans, hosts, strict=True)
     ]
-    if not all(host.bandwidth_bytes for host in hosts):
+    if not measured and not all(host.bandwidth_bytes for host in hosts):
         known += "; if memory is as quick on all: the set measures it as it starts, unless hosts.json says bandwidth_bytes"
     return good(name, f"{', '.join(parts)}{known}")

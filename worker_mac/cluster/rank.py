@@ -27,6 +27,7 @@ import structlog
 from environments.base import Environment
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.store import Store
+from stoa.config.host import MacHost
 from stoa.contracts.errors import RankLostError, StoaError, WiredError
 from stoa.telemetry import log as telemetry
 from stoa.weights.layout import layout_of
@@ -36,8 +37,8 @@ from worker_mac.cluster.follow import Follower
 from worker_mac.cluster.lead import Ranks, WiredSet
 from worker_mac.cluster.link import STUCK_SECONDS, RingLink, Watchdog
 from worker_mac.cluster.set_engine import SetPlayer, SetVersions, split_model
-from worker_mac.cluster.split import Split, Strength
-from worker_mac.cluster.strength import USUAL_FRACTION, limit_bytes, measured_bandwidth, program, recommended_bytes
+from worker_mac.cluster.split import Split, Strength, limit_bytes
+from worker_mac.cluster.strength import measured_bandwidth, program, recommended_bytes
 from worker_mac.cluster.wire import Channel, Message
 from worker_mac.ending import LastCall, leave
 from worker_mac.guest import Guest
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from worker_mac.engine import MacEngine
 
 _log = structlog.get_logger(__name__)
+USUAL_FRACTION: Final = MacHost().memory_fraction
 BYE_SECONDS: Final = 15.0
 """For the first Mac to take its leave (`ending.LEAVE_SECONDS`) and say bye to the others."""
 END_LINE: Final = "end"

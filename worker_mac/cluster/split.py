@@ -15,7 +15,8 @@ Split = Literal["pipeline", "tensor"]
 """What is shared out: runs of layers, or rows and columns of every layer."""
 _LAYERS = "model.layers."
 _EMBEDDING = "model.embed_tokens."
-_HEAD_NORM = "model.embedding_norm."
+_LAST = ("model.embedding_norm.", "model.head.")
+"""What stands on the last Mac alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,31 @@ class Strength:
     bandwidth: float
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a Mac finds of itself. `recommended_bytes`: what its system lets a GPU have, 0 if it says nothing; `chip`: as MLX names it."""
+
+    recommended_bytes: int
+    bandwidth_bytes: int
+    chip: str
+
+
+def limit_bytes(stated: int, recommended: int, fraction: float) -> int | None:
+    """What weights and pages may take of a Mac: as stated, else a fraction of what its system recommends; None for no limit."""
+    return stated or int(recommended * fraction) or None
+
+
 def tensors_of(layout: Layout, layers: range, num_layers: int) -> tuple[TensorSpec, ...]:
     """The tensors that the Mac with these layers holds."""
+    is_tied = not any(spec.name.startswith(_LAST[1]) for spec in layout.tensors)
 
     def held(name: str) -> bool:
         if name.startswith(_LAYERS):
             return int(name.removeprefix(_LAYERS).partition(".")[0]) in layers
         is_last = layers.stop == num_layers
-        return is_last if name.startswith(_HEAD_NORM) else is_last or layers.start == 0
+        if name.startswith(_LAST):
+            return is_last
+        return layers.start == 0 or (is_last and is_tied)
 
     return tuple(spec for spec in layout.tensors if held(spec.name))
 

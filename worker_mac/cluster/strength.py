@@ -7,27 +7,16 @@ import json
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from typing import Final
 
 import mlx.core as mx
 
-from stoa.config.host import MacHost
-from worker_mac.cluster.split import Split
+from worker_mac.cluster.split import Found, Split
 from worker_mac.identity import project_version
 
-USUAL_FRACTION: Final = MacHost().memory_fraction
 _PROBE_BYTES: Final = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """`recommended_bytes`: what the system lets its GPU have, 0 if it says nothing. `bandwidth_bytes`: of memory, a second."""
-
-    recommended_bytes: int
-    bandwidth_bytes: int
-    chip: str
 
 
 def look() -> Found:
@@ -43,11 +32,6 @@ def recommended_bytes() -> int:
 def chip() -> str:
     """The GPU's architecture as MLX names it: Macs of another one round otherwise."""
     return str(mx.device_info().get("architecture", ""))
-
-
-def limit_bytes(stated: int, recommended: int, fraction: float = USUAL_FRACTION) -> int | None:
-    """What weights and pages may take: as stated, else a fraction of what is recommended; None for no limit."""
-    return stated or int(recommended * fraction) or None
 
 
 def measured_bandwidth() -> float:

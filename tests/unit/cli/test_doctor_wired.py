@@ -1,8 +1,10 @@
 import json
 import re
+import sys
 from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,12 +15,15 @@ from cli.doctor.finding import Finding
 from cli.doctor.open import scene_of
 from stoa.config.load import load_run
 from tests.unit.worker_mac.test_wired_hosts import IFCONFIG, OTHER, PORTS, UNPLUGGED
+from worker_mac.cluster import rank
 from worker_mac.cluster.hosts import CONTROL_OFFSET, PORT, WiredHost, read_hosts, read_split
 from worker_mac.cluster.install import ours
 from worker_mac.cluster.launch import MAX_STARTS, UNREACHED_SECONDS
 from worker_mac.cluster.link import STUCK_SECONDS
-from worker_mac.cluster.probe import Said, read_wire
-from worker_mac.cluster.split import Strength
+from worker_mac.cluster.probe import Said, SshProbe, read_wire
+from worker_mac.cluster.set_engine import split_model
+from worker_mac.cluster.split import Found, Strength, limit_bytes
+from worker_mac.model_config import read_model_config
 
 MINI = WiredHost("mini.local")
 ECHO = "3 packets transmitted, 3 packets received, 0.0% packet loss\nround-trip min/avg/max/stddev = 0.312/0.401/0.498/0.05 ms\n"
@@ -27,6 +32,11 @@ SLOW_ECHO = ECHO.replace("0.312/0.401/0.498", "11.2/43.7/290.1")
 
 def said(text: str = "", code: int = 0) -> Said:
     return Said(code, text)
+
+
+def tells(speed: int = 10**11, chip: str = "applegpu_g16g", memory: int = 12 << 30) -> Said:
+    """As the set's program on a Mac finds it."""
+    return said(json.dumps({"recommended_bytes": memory, "bandwidth_bytes": speed, "chip": chip}) + "\n")
 
 
 class Desk:
@@ -46,8 +56,10 @@ class Desk:
             ("mini.local", "BatchMode"): said(""),
             ("mini.local", "stoa-wired"): said(f"{ours()}\n"),
             ("169.254.90.1", "head"): said("\0" * wired.PROBE_BYTES),
-            ("127.0.0.1", "hw.memsize"): said("17179869184\n"),
-            ("mini.local", "hw.memsize"): said("17179869184\n"),
+            ("127.0.0.1", "hw.memsize"): said("17179869184\nApple M4\n"),
+            ("mini.local", "hw.memsize"): said("17179869184\nApple M4\n"),
+            ("127.0.0.1", "cluster.strength"): tells(),
+            ("mini.local", "cluster.strength"): tells(),
         }
 
     def ask(self, host: WiredHost, command: Sequence[str]) -> Said:
@@ -71,7 +83,7 @@ def test_two_macs_that_are_fit_pass_every_check_and_nothing_is_changed(tmp_path:
     assert found["link to mini.local"].found == "169.254.90.1 answers in 0.401 ms and takes connections"
     assert found["layers"].found.startswith("0 to ")
     readers = {"true", "hostname", "ifconfig", "networksetup", "ping", "nc", "ssh", "lsof", "sysctl", "head", "stoa-wired/venv/bin/python"}
-    assert {command[0] for _, command in desk.asked} <= readers
+    assert {command[0] for _, command in desk.asked} <= {*readers, sys.executable}
     flags = {"networksetup": "-listallhardwareports", "sysctl": "-n", "nc": "-z"}
     assert all(command[1] == flags[command[0]] for _, command in desk.asked if command[0] in flags)
     assert all(len(command) == 1 for _, command in desk.asked if command[0] == "ifconfig")
@@ -149,17 +161,83 @@ def test_a_model_that_does_not_fit_is_told_before_anything_starts(tmp_path: Path
     assert found.verdict == "fail" and "do not fit these 2 Macs" in found.found and "wire one more" in found.fix
 
 
-def test_the_layers_that_doctor_tells_are_a_guess_until_all_speeds_are_stated(tmp_path: Path) -> None:
+def test_the_layers_that_doctor_tells_are_a_guess_until_all_speeds_are_known(tmp_path: Path) -> None:
     def told(here: int, there: int) -> str:
-        speeds = {"127.0.0.1": here, "mini.local": there}
+        speeds, desk = {"127.0.0.1": here, "mini.local": there}, Desk()
         rows = [{"ssh": ssh} | ({"bandwidth_bytes": speed} if speed else {}) for ssh, speed in speeds.items()]
-        return look(Desk(), tmp_path, rows)["layers"].found
+        for ssh in speeds:  # the program is there, and an old one
+            desk.answers[(ssh, "cluster.strength")] = said("No module named worker_mac.cluster.strength", 1)
+        return look(desk, tmp_path, rows)["layers"].found
 
     alike, _, guess = told(0, 0).partition("; ")
     assert guess.startswith("if memory is as quick on all: the set measures it")
     assert told(0, 10**11).partition("; ")[0] == told(10**11, 0).partition("; ")[0] == alike, "one speed alone says nothing of the other"
     assert told(10**11, 10**11) == alike
     assert told(10**10, 10**11) != alike
+
+
+def test_the_layers_that_doctor_tells_are_those_that_the_set_takes(tmp_path: Path) -> None:
+    """Both have speed and room from one program and go by one function; the file's word wins."""
+    desk, scene = Desk(), scene_of(load_run(None), "mac", tmp_path)
+    (tmp_path / "mac.toml").write_text("memory_fraction = 0.5\n")
+    desk.answers[("127.0.0.1", "cluster.strength")] = tells(10**11)
+    desk.answers[("mini.local", "cluster.strength")] = tells(3 * 10**11, "applegpu_g16s", 0)
+    rows = [{"ssh": "127.0.0.1", "bandwidth_bytes": 2 * 10**11}, {"ssh": "mini.local", "memory_bytes": 1 << 33}]
+    found = look(desk, tmp_path, rows)["layers"].found
+    words = ["--limits", f"0,{1 << 33}", "--bandwidths", f"{2 * 10**11},0", "--memory-fraction", "0.5"]
+    asked = rank.read_options(["--control", "h:1", "--ended", "e", *words])
+    macs = [Strength(limit_bytes(asked.limits[0], 12 << 30, asked.memory_fraction), 2e11), Strength(1 << 33, 3e11)]
+    here = wired.Seen(WiredHost("127.0.0.1", bandwidth_bytes=2 * 10**11), (), found=Found(12 << 30, 10**11, ""))
+    assert wired.strengths_of([here], scene)[0] == macs[0] == Strength(6 << 30, 2e11)
+    assert scene.layout and scene.model_config
+    first, second = split_model(read_model_config(scene.model_config), scene.layout, macs, 4096)
+    assert f"0 to {first.stop - 1} on 127.0.0.1 (" in found and f"{second.start} to {second.stop - 1} on mini.local (" in found
+    assert "if memory is as quick" not in found
+
+
+def test_this_machine_tells_what_the_set_would_find_of_it() -> None:
+    found = wired._find(SshProbe(), wired.LOCAL)
+    assert found is not None and found.bandwidth_bytes > 0 and found.recommended_bytes >= 0
+
+
+def test_chips_must_be_alike_where_each_computes_a_share_of_every_layer(tmp_path: Path) -> None:
+    def seen(here: str, there: str, *chips: str) -> list[wired.Seen]:
+        found = [Found(1, 1, chip) for chip in chips] or [None, None]
+        hosts = (wired.LOCAL, MINI)
+        return [wired.Seen(host, (), brand=brand, found=one) for host, brand, one in zip(hosts, (here, there), found, strict=True)]
+
+    unlike = seen("Apple M3 Max", "Apple M4", "applegpu_g15s", "applegpu_g16g")
+    refused = wired.check_chips(unlike, "tensor")
+    assert refused.verdict == "fail" and "Apple M3 Max in 127.0.0.1, Apple M4 in mini.local" in refused.found and "split" in refused.fix
+    assert wired.check_chips(unlike, "pipeline").verdict == "pass"
+    assert wired.check_chips(seen("Apple M4", "Apple M4", "applegpu_g16g", "applegpu_g16g"), "tensor").verdict == "pass"
+    assert wired.check_chips(seen("Apple M3 Max", "Apple M4"), "tensor").verdict == "warn", "before the program is there"
+    assert wired.check_chips(seen("", ""), "tensor").verdict == "warn"
+    assert wired.check_chips(seen("Apple M4", "Apple M4"), "tensor").verdict == "pass"
+
+
+def test_with_a_share_of_every_layer_on_each_the_slowest_is_named(tmp_path: Path) -> None:
+    path, desk = tmp_path / "hosts.json", Desk()
+    path.write_text(json.dumps({"split": "tensor", "hosts": [{"ssh": "127.0.0.1"}, {"ssh": "mini.local"}]}))
+    desk.answers[("127.0.0.1", "cluster.strength")] = tells(4 * 10**11, "applegpu_g15s")
+    desk.answers[("mini.local", "cluster.strength")] = tells(10**11)
+    found = {one.name: one for one in wired.examine_hosts(path, scene_of(load_run(None), "mac", tmp_path), desk)}
+    assert found["chips"].verdict == "fail" and "unlike chips round otherwise" in found["chips"].found
+    assert found["speeds"].verdict == "warn" and "all wait for mini.local" in found["speeds"].found and "4.0 times" in found["speeds"].found
+    desk.answers[("mini.local", "cluster.strength")] = desk.answers[("127.0.0.1", "cluster.strength")]
+    found = {one.name: one for one in wired.examine_hosts(path, scene_of(load_run(None), "mac", tmp_path), desk)}
+    assert found["speeds"].verdict == found["chips"].verdict == "pass"
+
+
+def test_a_mac_that_works_for_a_run_is_looked_at_by_the_runs_own_settings(tmp_path: Path) -> None:
+    theirs = load_run(None).model_copy(update={"learning": load_run(None).learning.model_copy(update={"dtype": "bfloat16"})})
+    document = SimpleNamespace(config=theirs, model_files=())
+    scene = scene_of(load_run(None), "mac", tmp_path)
+    scene.__dict__["run"] = document
+    assert scene.settings is theirs and scene.layout is not None and scene.layout.raw_dtype == "bfloat16"
+    home = scene_of(load_run(None), "all", tmp_path)
+    home.__dict__["run"] = document
+    assert home.settings is home.config
 
 
 def test_what_of_each_layer_goes_where_is_told_of_a_tensor_split(tmp_path: Path) -> None:
