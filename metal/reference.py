@@ -12,16 +12,11 @@ from typing import Final, NamedTuple
 
 import mlx.core as mx
 
-from metal.products import Int8, linear
+from metal.products import Int8, chosen_gated, linear, silu
 from metal.sizes import ATTENTION_BYTES, BITS, GROUP_SIZE, ONE_SUM_WORDS, PAGE_TOKENS, RANGE_PAGES, SORT_EXPERTS_FROM, SUM_WORDS
 
 _NOTHING: Final = -1e30
 """Stands for the largest score of a range in which a query sees nothing; finite, so that no difference is NaN."""
-
-
-def silu(x: mx.array) -> mx.array:
-    """X * sigmoid(x)."""
-    return x * mx.sigmoid(x)
 
 
 def attend_plain(queries: mx.array, keys: mx.array, values: mx.array, tables: mx.array, lengths: mx.array, scale: float) -> mx.array:
@@ -115,6 +110,14 @@ def experts_plain(x: mx.array, experts: mx.array, weights: mx.array, gate: Int8,
     Returns:
         [N, D] in the type of x.
     """
+    out = chosen_gated(x, experts, gate, up, down)
+    if out is None:
+        out = _experts_on_codes(x, experts, gate, up, down, sort=sort)
+    return (out * weights[..., None].astype(out.dtype)).sum(axis=1)
+
+
+def _experts_on_codes(x: mx.array, experts: mx.array, gate: Int8, up: Int8, down: Int8, *, sort: bool) -> mx.array:
+    """What each of the chosen experts makes of a row: [N, K, D]."""
     rows, chosen, order = x[:, None, None], experts, None
     top_k = experts.shape[-1]
     if sort and experts.size >= SORT_EXPERTS_FROM:
@@ -131,7 +134,7 @@ def experts_plain(x: mx.array, experts: mx.array, weights: mx.array, gate: Int8,
     out = project(inner, down).squeeze(-2)
     if order is not None:
         out = out[mx.argsort(order)].reshape(-1, top_k, out.shape[-1])
-    return (out * weights[..., None].astype(out.dtype)).sum(axis=1)
+    return out
 
 
 def convolve_plain(x: mx.array, tails: mx.array, kernel: mx.array) -> tuple[mx.array, mx.array]:

@@ -2,7 +2,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal.products import BLOCK_WEIGHTS, LEAST_WEIGHTS, Int8, linear, unpacked_product, unpacked_rows, unpacks
+from metal.products import (
+    BLOCK_WEIGHTS,
+    LEAST_WEIGHTS,
+    Int8,
+    chosen_gated,
+    gated,
+    linear,
+    linears,
+    unpacked_product,
+    unpacked_rows,
+    unpacks,
+)
 from metal.reference import pick
 
 NUMBERS = np.random.default_rng(3)
@@ -38,6 +49,75 @@ def test_a_row_has_the_same_bits_alone_at_any_place_and_among_any_others(shape: 
     for number in (1, 2, 3, 4, 7, 31):
         order = NUMBERS.permutation(64)[:number]
         np.testing.assert_array_equal(np.array(linear(mx.array(rows[order]), weight)), together[order])
+
+
+def exact_gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """In float64."""
+    inner = x @ gate.T
+    return (inner / (1 + np.exp(-inner)) * (x @ up.T)) @ down.T
+
+
+def stack(num: int, num_outputs: int, num_inputs: int) -> tuple[Int8, np.ndarray]:
+    """Several of `int8`."""
+    parts = [int8(num_outputs, num_inputs) for _ in range(num)]
+    return Int8(*(mx.stack(list(same)) for same in zip(*(part for part, _ in parts), strict=True))), np.stack([exact for _, exact in parts])
+
+
+ODD_ROWS = (1, 2, 3, 4, 7, 31)
+
+
+@pytest.mark.parametrize("outputs", [(64, 32, 32), (8, 8, 8), (600, 512, 1000)])
+def test_matrices_of_the_same_inputs_are_multiplied_in_one_go(outputs: tuple[int, ...]) -> None:
+    """The last are too large to be unpacked as one, those in the middle too small."""
+    matrices = [int8(num, 256) for num in outputs]
+    weights = [weight for weight, _ in matrices]
+    x = NUMBERS.normal(0, 1, (64, 256)).astype(np.float32)
+    found = [np.array(part) for part in linears(mx.array(x), weights)]
+    for part, (_, exact) in zip(found, matrices, strict=True):
+        np.testing.assert_allclose(part, x.astype(np.float64) @ exact.T, atol=2e-4)
+    for number in ODD_ROWS:
+        order = NUMBERS.permutation(64)[:number]
+        for part, alone in zip(found, linears(mx.array(x[order]), weights), strict=True):
+            np.testing.assert_array_equal(np.array(alone), part[order])
+
+
+@pytest.mark.parametrize("size", [128, 1600])
+def test_a_gated_block_is_that_of_float64_and_a_row_has_the_same_bits_alone(size: int) -> None:
+    """The larger one's matrices are not unpacked as one."""
+    (gate, wide_gate), (up, wide_up), (down, wide_down) = int8(size, 128), int8(size, 128), int8(128, size)
+    x = NUMBERS.normal(0, 1, (64, 128)).astype(np.float32)
+    found = np.array(gated(mx.array(x), gate, up, down))
+    exact = exact_gated(x.astype(np.float64), wide_gate, wide_up, wide_down)
+    np.testing.assert_allclose(found, exact, rtol=0, atol=2e-6 * np.abs(exact).max())
+    for number in ODD_ROWS:
+        order = NUMBERS.permutation(64)[:number]
+        np.testing.assert_array_equal(np.array(gated(mx.array(x[order]), gate, up, down)), found[order])
+
+
+def test_blocks_chosen_of_a_small_stack_are_those_of_float64_and_a_row_has_the_same_bits_alone() -> None:
+    (gate, wide_gate), (up, wide_up), (down, wide_down) = stack(5, 64, 128), stack(5, 64, 128), stack(5, 128, 64)
+    x = NUMBERS.normal(0, 1, (64, 128)).astype(np.float32)
+    chosen = np.stack([NUMBERS.permutation(5)[:2] for _ in range(64)]).astype(np.uint32)
+    found = chosen_gated(mx.array(x), mx.array(chosen), gate, up, down)
+    assert found is not None
+    for row in range(64):
+        for place, expert in enumerate(chosen[row]):
+            exact = exact_gated(x[row].astype(np.float64), wide_gate[expert], wide_up[expert], wide_down[expert])
+            np.testing.assert_allclose(np.array(found[row, place]), exact, rtol=0, atol=2e-6 * np.abs(exact).max())
+    for number in ODD_ROWS:
+        order = NUMBERS.permutation(64)[:number]
+        alone = chosen_gated(mx.array(x[order]), mx.array(chosen[order]), gate, up, down)
+        assert alone is not None
+        np.testing.assert_array_equal(np.array(alone), np.array(found)[order])
+
+
+def test_a_large_stack_is_left_packed() -> None:
+    """Nobody unpacks all experts of a large model for the few that a step needs."""
+    small = stack(2, 64, 64)[0]
+    large = Int8(*(mx.zeros((4096, *part.shape[1:]), part.dtype) for part in small))
+    x, chosen = mx.zeros((3, 64)), mx.zeros((3, 2), mx.uint32)
+    assert chosen_gated(x, chosen, large, large, large) is None
+    assert chosen_gated(x.astype(mx.bfloat16), chosen, small, small, small) is None
 
 
 def test_rows_are_unpacked_as_mlx_does() -> None:
