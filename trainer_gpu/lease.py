@@ -33,8 +33,6 @@ from trainer_gpu.run_handle import RunHandle
 from trainer_gpu.versions import KnownVersions
 
 MAX_ATTEMPTS = 999
-TAKE_AFTER_SECONDS = 0.5
-"""How long an acquisition waits for word that it is no longer wanted, before it fences the present holder."""
 
 log = structlog.get_logger()
 
@@ -131,7 +129,7 @@ def take_lease(
     key = before.checkpoint_key if before else ""
     loaded, document = _readable(handle, policy, key) if key else ("", None)
     facts = document.facts if document else Facts(0, 0, -1, "", ())
-    _await_word(progress)
+    _await_word(progress, handle.word_seconds)
     token = next_token(request.lease_number, attempt, before.epoch if before else 0, strict=request.strict)
     head = writer.acquire(token, Reset(key, facts.step, facts.step_manifest_key) if loaded == key else None)
     progress.report(f"took lease {token}; loading step {facts.step}")
@@ -209,9 +207,9 @@ def _present_head(writer: HeadWriter, request: AcquireRequest) -> Head | None:
     return head
 
 
-def _await_word(progress: Progress) -> None:
+def _await_word(progress: Progress, seconds: float) -> None:
     """A task handed to a frozen process may long be another's: the answer to its first heartbeat tells."""
-    deadline = time.monotonic() + TAKE_AFTER_SECONDS
+    deadline = time.monotonic() + seconds
     while not progress.cancelled and time.monotonic() < deadline:
         time.sleep(0.05)
     if progress.cancelled:

@@ -35,6 +35,8 @@ class RunHandle:
     owner: str
     folder: Path | None = None
     """State of this process on disk; None: nothing is kept there."""
+    word_seconds: float = 0.5
+    """How long an acquisition waits for word that it is no longer wanted, before it fences the present holder."""
 
     @property
     def run(self) -> str:

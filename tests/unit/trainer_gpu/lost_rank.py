@@ -51,7 +51,7 @@ def lead(settings: Bucket, out: Path, line: crew.Line, pids: list[int]) -> None:
     leader = crew.Crew(line)
     leader.on_lost = lambda: os._exit(7)
     store = Store(settings, bucket_credentials(settings), patience_seconds=20.0)
-    handle = RunHandle(store, read_run(store, "test"), Signer.from_seed(signing_seed()), search(), POLICY, "ranks")
+    handle = RunHandle(store, read_run(store, "test"), Signer.from_seed(signing_seed()), search(), POLICY, "ranks", word_seconds=0.0)
     engine = TrainerEngine(handle, lead=leader.lead)
     progress = Planter(out, pids)
     acquired = engine.acquire(AcquireRequest("test", 1), 1, progress)

@@ -43,7 +43,7 @@ def start_run(store: Store, config: RunConfig, *, owner: str = "gpu-1") -> RunHa
     layout_id = layout_of(json.loads((POLICY / "config.json").read_text()), config.learning.dtype).layout_id
     files = upload_model_files(store, config.run, POLICY)
     document = claim_run(store, new_run(config, signer, layout_id=layout_id, model_files=files), signer)
-    return RunHandle(store, document, signer, search(), POLICY, owner)
+    return RunHandle(store, document, signer, search(), POLICY, owner, word_seconds=0.0)
 
 
 def head_of(handle: RunHandle) -> Head:

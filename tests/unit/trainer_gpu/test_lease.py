@@ -1,12 +1,13 @@
 """Who holds a run: tokens, and a trainer that was frozen and comes back while another has it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from stoa.bucket.head import read_head
 from stoa.bucket.store import Store
-from stoa.contracts.errors import FencedError, LostStateError, UsageError
+from stoa.contracts.errors import FencedError, LostStateError, ServiceUnavailableError, UsageError
 from stoa.contracts.messages import AcquireRequest, CheckpointRequest, PublishRequest, StepRequest
 from tests.unit.trainer_gpu.runs import Reports, config_of, start_run
 from trainer_gpu.engine import TrainerEngine
@@ -64,3 +65,29 @@ def test_trainer_that_was_frozen_can_neither_take_the_run_back_nor_write_to_it(h
         healthy.publish(PublishRequest("test", held, 0, anchor=True, checkpoint=True, announce=True), Reports()).version
         == before.version + 1
     )
+
+
+class Unwanted:
+    """A `Progress`: the answer to its heartbeat, that the task is another's, is there when it is looked for the third time."""
+
+    stopping = False
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+
+    @property
+    def cancelled(self) -> bool:
+        self.num_looks += 1
+        return self.num_looks >= 3
+
+    def report(self, detail: str, *, version: int = -1, key: str = "") -> None:
+        pass
+
+
+def test_a_task_that_is_another_ones_by_now_takes_nothing(handle: RunHandle, engines: list[TrainerEngine]) -> None:
+    engines[0].acquire(AcquireRequest("test", 1, strict=True), 1, Reports())
+    before, _ = read_head(handle.store, "test", handle.signer.public_key)
+    engines.append(TrainerEngine(replace(handle, word_seconds=20.0)))
+    with pytest.raises(ServiceUnavailableError, match="asked to give up before the run was taken"):
+        engines[-1].acquire(AcquireRequest("test", 2, strict=True), 1, Unwanted())
+    assert read_head(handle.store, "test", handle.signer.public_key)[0] == before

@@ -45,7 +45,7 @@ def start(store: Store, config: RunConfig) -> RunHandle:
     layout_id = layout_of(json.loads((POLICY / "config.json").read_text()), config.learning.dtype).layout_id
     files = upload_model_files(store, config.run, POLICY)
     document = claim_run(store, new_run(config, signer, layout_id=layout_id, model_files=files), signer)
-    return RunHandle(store, document, signer, search(), POLICY, "one")
+    return RunHandle(store, document, signer, search(), POLICY, "one", word_seconds=0.0)
 
 
 def launch(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:

@@ -34,7 +34,7 @@ from trainer_gpu.run_handle import RunHandle
 def lead(settings: Bucket, out: Path, line: crew.Line) -> None:
     leader = crew.Crew(line)
     store = Store(settings, bucket_credentials(settings), patience_seconds=20.0)
-    handle = RunHandle(store, read_run(store, "test"), Signer.from_seed(signing_seed()), search(), POLICY, "ranks")
+    handle = RunHandle(store, read_run(store, "test"), Signer.from_seed(signing_seed()), search(), POLICY, "ranks", word_seconds=0.0)
     engine = TrainerEngine(handle, lead=leader.lead)
     progress = Reports()
     first = engine.acquire(AcquireRequest("test", 1), 1, progress)
