@@ -11,7 +11,7 @@ from typing import Final
 from cli import say
 from cli.launch import open_store
 from cli.live.progress import Progress
-from cli.report.collect import Collector
+from cli.report.collect import Collector, Newest
 from cli.report.record import RunRecord
 from cli.temporal import Control
 from stoa.bucket.run_document import RunDocument, read_run
@@ -43,8 +43,8 @@ class Found:
 
 
 @contextmanager
-def find_run(run: str, config: Path | None, *, temporal: bool = True) -> Iterator[Found]:
-    """Open a run by name; servers are those of `config` (default: the demo's) and of the environment.
+def find_run(run: str, config: Path | None, *, temporal: bool = True, newest: Newest | None = None) -> Iterator[Found]:
+    """Open a run by name; servers are those of `config` (default: the demo's) and of the environment. `newest`: see `Collector`.
 
     Raises RunMissingError if the bucket has no such run.
     """
@@ -52,7 +52,7 @@ def find_run(run: str, config: Path | None, *, temporal: bool = True) -> Iterato
     store = open_store(settings)
     document = read_run(store, run)
     with Control(settings.temporal) as control:
-        yield Found(settings, document, store, control, Collector(document, store, control if temporal else None))
+        yield Found(settings, document, store, control, Collector(document, store, control if temporal else None, newest=newest))
 
 
 def follow(found: Found, max_steps: int, *, on_record: Callable[[RunRecord], None] = lambda _: None, quiet: bool = False) -> RunRecord:

@@ -23,8 +23,9 @@ def status(run: RunArgument, /, *, follow: Follow = False, config: Servers = Non
     from cli.follow import PIPE_COLUMNS, find_run, gone, is_absent
     from cli.follow import follow as follow_to_its_end
     from cli.live.progress import block
+    from cli.report.collect import Newest
 
-    with find_run(run, config) as found:
+    with find_run(run, config, newest=Newest()) as found:
         if follow:
             try:
                 record = follow_to_its_end(found, 0)

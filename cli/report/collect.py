@@ -45,10 +45,21 @@ class _Link:
     manifest: Manifest
 
 
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """How many of a run's newest steps, versions and evaluations a glance reads: it shows no more."""
+
+    num_steps: int = 100
+    num_versions: int = 8
+    num_evaluations: int = 8
+
+
 class Collector:
     """Follows one run. Each `collect` reads what is new since the last."""
 
-    def __init__(self, document: RunDocument, store: Store, control: Control | None) -> None:
+    def __init__(self, document: RunDocument, store: Store, control: Control | None, *, newest: Newest | None = None) -> None:
+        """`newest`: begin with so many of the newest, not with all. Each is read after the one that names it, one request each."""
+        self._newest = newest
         self._document = document
         self._store = store
         self._control = control
@@ -121,7 +132,7 @@ class Collector:
         for manifest in lineage(self._store, head):
             fresh.append((key, manifest))
             key = manifest.parent_key
-            if key in known:
+            if key in known or (self._newest is not None and len(fresh) >= self._newest.num_steps):
                 break
         keep = known[key] + 1 if key in known else 0
         self._steps[keep:] = reversed(fresh)
@@ -130,7 +141,8 @@ class Collector:
         fresh: list[_Link] = []
         key, sha256 = head.manifest_key, head.manifest_sha256
         known = {link.key: index for index, link in enumerate(self._chain)}
-        while key and key not in known:
+        most = self._newest.num_versions if self._newest is not None else head.version + 1
+        while key and key not in known and len(fresh) < most:
             manifest = read_manifest(self._store, head.run, key, sha256, self._document.public_key)
             fresh.append(_Link(key, sha256, manifest))
             parent = manifest.parent
@@ -139,14 +151,15 @@ class Collector:
         self._chain[keep:] = reversed(fresh)
 
     def _read_evaluations(self) -> None:
-        for listed in self._store.list(evals_prefix(self._document.run)):
-            if listed.key.endswith("/summary.json") and listed.key not in self._evaluations and listed.key not in self._garbled:
+        found = [listed.key for listed in self._store.list(evals_prefix(self._document.run)) if listed.key.endswith("/summary.json")]
+        for key in found[-self._newest.num_evaluations :] if self._newest is not None else found:
+            if key not in self._evaluations and key not in self._garbled:
                 try:
-                    self._evaluations[listed.key] = read_summary(self._store, listed.key).result
+                    self._evaluations[key] = read_summary(self._store, key).result
                 except FormatError as problem:
                     # A stranger's bytes under a key that anybody may guess must not cost the report.
-                    self._garbled.add(listed.key)
-                    log.warning("summary_garbled", key=listed.key, reason=problem.message)
+                    self._garbled.add(key)
+                    log.warning("summary_garbled", key=key, reason=problem.message)
 
     def _ask_temporal(self) -> None:
         if self._control is None:
@@ -191,8 +204,14 @@ class Collector:
         else:
             self._result, self._gpu_hours = result, result.gpu_hours
             self._sessions |= {said.host: said for said in self._control.ended_sessions(self._document.run)}
-        for host, told in sessions_of(manifest for _, manifest in self._steps).items():
-            self._sessions.setdefault(host, told)
+        told = sessions_of(manifest for _, manifest in self._steps)
+        if self._newest is not None and (not self._sessions or told.keys() - self._sessions.keys()):
+            # What a Mac brought in all only all steps tell.
+            self._newest, self._steps = None, []
+            self._follow_steps(self._head)
+            told = sessions_of(manifest for _, manifest in self._steps)
+        for host, said in told.items():
+            self._sessions.setdefault(host, said)
 
     def _used(self, run: str, status: RunStatus) -> float:
         """GPU hours: of an ended run those of its result, since the clock of a query runs on."""

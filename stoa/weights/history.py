@@ -5,6 +5,7 @@ returns bytes whose sha256 it has checked.
 """
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,8 @@ from stoa.weights.state import WeightState
 
 MAX_WALK: Final = 64
 """Versions walked back beyond the newest anchor, to reach weights that are at hand."""
+MAX_KNOWN: Final = 64
+"""Manifests kept in memory: as far as a plan looks back; each names all tensors."""
 
 Fetch = Callable[[str, str, int], bytes]
 """(key, sha256, num_bytes) -> the bytes."""
@@ -78,24 +81,43 @@ def layout_of_run(store: Store, document: RunDocument) -> Layout:
     return layout
 
 
-def manifest_of(store: Store, document: RunDocument, head: Head) -> Manifest:
+class Known:
+    """The manifests of one run that were read last: a sha256 names one for ever, and each is the parent of the next one wanted."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Manifest] = OrderedDict()
+
+    def read(self, store: Store, document: RunDocument, key: str, sha256: str) -> Manifest:
+        """The manifest under `key`, from memory if it is there. Raises as `read_manifest` does."""
+        manifest = self._kept.get(sha256)
+        if manifest is None:
+            manifest = read_manifest(store, document.run, key, sha256, document.public_key)
+        self._kept[sha256] = manifest
+        self._kept.move_to_end(sha256)
+        if len(self._kept) > MAX_KNOWN:
+            self._kept.popitem(last=False)
+        return manifest
+
+
+def manifest_of(store: Store, document: RunDocument, head: Head, known: Known | None = None) -> Manifest:
     """The manifest HEAD names. Raises ObjectMissingError before the first version, FormatError if it is another version's."""
     if head.version < 0:
         raise ObjectMissingError(f"run {document.run} has published no version yet", hint="wait for the trainer")
-    manifest = read_manifest(store, document.run, head.manifest_key, head.manifest_sha256, document.public_key)
+    manifest = (known or Known()).read(store, document, head.manifest_key, head.manifest_sha256)
     if manifest.version != head.version or manifest.layout_id != document.layout_id:
         raise FormatError(f"{head.manifest_key} is of version {manifest.version}, HEAD is at {head.version}")
     return manifest
 
 
-def walk(store: Store, document: RunDocument, newest: Manifest, down_to: int) -> list[Manifest]:
+def walk(store: Store, document: RunDocument, newest: Manifest, down_to: int, known: Known | None = None) -> list[Manifest]:
     """Manifests from `newest` back to version `down_to` (or the first), newest first."""
+    known = known or Known()
     found = [newest]
     while found[-1].version > down_to:
         parent = found[-1].parent
         if parent is None:
             break
-        manifest = read_manifest(store, document.run, parent.manifest_key, parent.manifest_sha256, document.public_key)
+        manifest = known.read(store, document, parent.manifest_key, parent.manifest_sha256)
         if manifest.version != parent.version or manifest.state_id != parent.state_id:
             raise FormatError(f"{parent.manifest_key} is not the parent its child names")
         found.append(manifest)
@@ -162,31 +184,32 @@ def way_to(
     on_disk: Collection[str] = (),
     disk_versions: Collection[int] = (),
     doubts: Doubts | None = None,
+    known: Known | None = None,
 ) -> Plan:
     """The cheapest plan to `target`, reading as many manifests as it takes.
 
     have: version -> state_id of weights at hand. on_disk: keys whose bytes are here; disk_versions: versions of anchors
-    among them. doubts: what it must do without; then older anchors are looked at too.
+    among them. doubts: what it must do without; then older anchors are looked at too. known: manifests that were read before.
     """
-    doubts = doubts or Doubts()
-    known = {version: state_id for version, state_id in (have or {}).items() if version <= target.version}
-    near = [v for v in (*known, *disk_versions) if target.anchor.version - MAX_WALK <= v <= target.version]
+    doubts, known = doubts or Doubts(), known or Known()
+    at_hand = {version: state_id for version, state_id in (have or {}).items() if version <= target.version}
+    near = [v for v in (*at_hand, *disk_versions) if target.anchor.version - MAX_WALK <= v <= target.version]
     # Weights at hand at or after the newest anchor are nearer than it; older ones are worth a look too.
     down_to = max((v for v in near if v >= target.anchor.version), default=min([target.anchor.version, *near]))
-    manifests = walk(store, document, target, down_to)
+    manifests = walk(store, document, target, down_to, known)
     if down_to > target.anchor.version and have and manifests[-1].state_id != have.get(down_to):
-        manifests += walk(store, document, manifests[-1], target.anchor.version)[1:]
+        manifests += walk(store, document, manifests[-1], target.anchor.version, known)[1:]
     while True:
         anchors = {manifest.anchor.version for manifest in manifests if not doubts.of_anchor(manifest.anchor)}
         cleared = [doubts.clear(manifest) for manifest in manifests]
         try:
-            return plan(cleared, target.version, have=known, on_disk=on_disk, anchors=anchors)
+            return plan(cleared, target.version, have=at_hand, on_disk=on_disk, anchors=anchors)
         except ObjectMissingError:
             oldest = manifests[-1]
             further = min(oldest.anchor.version, oldest.version - 1)
             if oldest.parent is None or further < target.anchor.version - MAX_WALK:
                 raise
-            manifests += walk(store, document, oldest, further)[1:]
+            manifests += walk(store, document, oldest, further, known)[1:]
 
 
 def rebuild(

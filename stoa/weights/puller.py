@@ -27,7 +27,7 @@ from stoa.contracts.errors import (
 from stoa.telemetry.arriving import Arrival
 from stoa.weights.cache import MAX_BYTES, Cache, Memory
 from stoa.weights.chain import Hop, Plan
-from stoa.weights.history import Doubts, by_any_way, layout_of_run, manifest_of, read_hop, walk, way_to
+from stoa.weights.history import Doubts, Known, by_any_way, layout_of_run, manifest_of, read_hop, walk, way_to
 from stoa.weights.layout import Layout
 from stoa.weights.state import WeightState
 
@@ -66,6 +66,7 @@ class Puller:
         self.layout: Layout = layout_of_run(store, document)
         self._cache = Cache(store, document.run, folder, self.layout, max_bytes=cache_bytes)
         folder.mkdir(parents=True, exist_ok=True)
+        self._known = Known()
         self._mark_lock = threading.Lock()
         self._mark = self._mark_at_start = self._read_mark()
 
@@ -182,8 +183,8 @@ class Puller:
         with self._mark_lock:
             self._check(head, self._mark_at_start)
             self._remember(head)
-        newest = manifest_of(self._store, self._document, head)
-        found = walk(self._store, self._document, newest, version)[-1]
+        newest = manifest_of(self._store, self._document, head, self._known)
+        found = walk(self._store, self._document, newest, version, self._known)[-1]
         if found.version != version:
             raise ObjectMissingError(f"run {self._document.run} has no version {version}; HEAD is at {head.version}")
         return found
@@ -228,7 +229,9 @@ class Puller:
 
     def _way(self, target: Manifest, have: dict[int, str], doubts: Doubts) -> Plan:
         on_disk, versions = self._cache.keys()
-        return way_to(self._store, self._document, target, have=have, on_disk=on_disk, disk_versions=versions, doubts=doubts)
+        return way_to(
+            self._store, self._document, target, have=have, on_disk=on_disk, disk_versions=versions, doubts=doubts, known=self._known
+        )
 
 
 def _mark_of(head: Head) -> Mark:

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from cli.report.collect import Collector, sessions_of
+from cli.report.collect import Collector, Newest, sessions_of
 from cli.temporal import Control
 from stoa.bucket.steps import STEP_FORMAT, HostCounts, StepManifest, write_step
 from stoa.contracts.errors import RunMissingError, ServiceUnavailableError
@@ -174,3 +174,30 @@ def test_resumed_run_is_shown_before_its_workers_are_there(store, tmp_path) -> N
     found = Collector(run.document, store, cast(Control, _Begins(forgotten=False))).collect()
     assert (found.state, found.waiting_for) == ("created", "waiting for the trainer's control process to start")
     assert (found.seconds, found.max_steps) == (0.0, 0), "since when it goes on and to which step, nobody tells yet"
+
+
+def test_a_glance_reads_a_bounded_number_of_objects_however_long_the_run(store, tmp_path) -> None:
+    run, key, control = SmallRun(store, tmp_path), "", cast(Control, _Gone(forgotten=True))
+    for step in range(1, 13):
+        hosts = {"mac-1": HostCounts(accepted=2)}
+        key = write_step(store, StepManifest(STEP_FORMAT, "small", 1000, step, step - 1, key, (), (), (), hosts, {}, 9.0, 0.0, 0.1))
+        run.head = run.writer.swap(1000, step=step, step_manifest_key=key)
+        run.publish()
+
+    def reads() -> tuple[int, int]:
+        kinds = store.meters.by_kind()
+        return kinds["steps"].requests_down, kinds["manifests"].requests_down
+
+    before = reads()
+    collector = Collector(run.document, store, control, newest=Newest(num_steps=5, num_versions=3))
+    glance = collector.collect()
+    assert [a - b for a, b in zip(reads(), before, strict=True)] == [5, 3]
+    assert [row.step for row in glance.steps] == [8, 9, 10, 11, 12]
+    assert [row.version for row in glance.versions] == [run.head.version - 2, run.head.version - 1, run.head.version]
+    assert (glance.step, glance.version) == (12, run.head.version)
+    run.publish()
+    before = reads()
+    assert [row.version for row in collector.collect().versions][-1] == run.head.version
+    assert [a - b for a, b in zip(reads(), before, strict=True)] == [0, 1]
+    run.writer.swap(1000, state="stopped")  # nobody but all steps tells now what a Mac brought
+    assert [(one.host, one.num_groups) for one in collector.collect().sessions] == [("mac-1", 24)]

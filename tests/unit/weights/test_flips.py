@@ -61,6 +61,7 @@ def test_every_flipped_bit_is_refused_before_a_weight_changes(store, tmp_path):
             assert document.public_key == run.document.public_key
             layout_of_run(store, document)
             head, _ = read_head(store, "small", run.document.public_key)
+            puller = Puller(store, document, tmp_path / "mac")  # one that was there keeps the manifests that it has read
             staged = puller.stage(head, 0, "other weights" if key in anchor else before)
             puller.apply(staged, state)
         assert isinstance(refusal.value, BucketError), (key, refusal.value)

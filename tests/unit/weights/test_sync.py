@@ -267,6 +267,7 @@ def test_flipped_bits_anywhere_are_refused_and_weights_stay_as_they_are(run: Sma
             shutil.rmtree(tmp_path / "mac" / "deltas", ignore_errors=True)
             with pytest.raises(BucketError):
                 head, _ = read_head(run.store, "small", run.document.public_key)
+                puller = Puller(run.store, run.document, tmp_path / "mac")  # one that was there keeps the manifests that it has read
                 puller.apply(puller.stage(head, 0, before), state)
             assert state.state_id() == before
         overwrite(run.store, key, good)

@@ -12,6 +12,7 @@ from stoa.contracts.errors import FormatError
 from stoa.weights import grid
 from stoa.weights.chain import Plan, plan
 from stoa.weights.history import manifest_of, rebuild, walk
+from stoa.weights.sync import Puller
 from tests.unit.weights.small_run import SmallRun, drift
 
 VERSION = 20
@@ -69,3 +70,23 @@ def test_parent_that_is_not_what_its_child_names_is_refused(store, tmp_path, lie
     assert len(walk(store, run.document, newest, 0)) == 2
     with pytest.raises(FormatError, match="not the parent"):
         walk(store, run.document, replace(newest, parent=replace(newest.parent, **lie)), 0)
+
+
+def test_a_mac_that_follows_reads_one_manifest_a_version(store, tmp_path):
+    run = SmallRun(store, tmp_path)
+    run.publish_many(3, anchor_every=9)
+    mac = Puller(store, run.document, tmp_path / "mac")
+
+    def reads() -> int:
+        return store.meters.by_kind()["manifests"].requests_down
+
+    state = mac.join(run.head)
+    for _ in range(4):
+        held, held_id = run.head.version, state.state_id()
+        run.publish_many(1, anchor_every=9)
+        before = reads()
+        mac.apply(mac.stage(run.head, held, held_id), state)
+        assert reads() - before == 1
+    before = reads()
+    assert mac.manifest_at(run.head, 5).version == 5
+    assert reads() == before, "those that were read are not read again"
