@@ -4,6 +4,7 @@ On this Mac that is a link to what is running; elsewhere a virtual environment w
 folder is touched.
 """
 
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -12,13 +13,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from stoa.config.load import PROJECT_ROOT
 from stoa.contracts.errors import WiredError
 from worker_mac.cluster.hosts import FOLDER, PYTHON, WiredHost
 from worker_mac.cluster.probe import SSH_FAILED, Probe, last_line
+from worker_mac.cluster.wheel import make_wheel
 from worker_mac.identity import project_version
 
 INSTALL_SECONDS: Final = 900.0
+OLDEST: Final = (3, 11)
+NEWEST: Final = (3, 13)
+"""Versions of Python that this program runs on."""
 _ASK: Final = "import importlib.metadata as m; print(m.version('stoa'), m.version('mlx'))"
 
 
@@ -53,7 +57,7 @@ def install_everywhere(probe: Probe, hosts: Sequence[WiredHost], say: Callable[[
     if not lacking:
         return
     with tempfile.TemporaryDirectory() as place:
-        wheel = build_wheel(Path(place))
+        wheel = make_wheel(Path(place))
         for host in lacking:
             say(f"installing {wheel.name} on {host.ssh}, in {FOLDER} of its home folder")
             for line in install_lines(host, wheel):
@@ -63,32 +67,33 @@ def install_everywhere(probe: Probe, hosts: Sequence[WiredHost], say: Callable[[
             raise WiredError(f"{host.ssh} has {found or 'nothing'} after the installation, not {ours()}", hint="look there")
 
 
-def build_wheel(place: Path) -> Path:
-    """A wheel of this project, from the folder it runs from."""
-    if not (PROJECT_ROOT / "pyproject.toml").is_file():
-        raise WiredError(
-            "this program was not started from its source, so there is no wheel to copy", hint="install it on each Mac by hand"
-        )
-    line = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(place), str(PROJECT_ROOT))
-    _run(line, None)
-    return next(place.glob("stoa-*.whl"))
-
-
 def install_lines(host: WiredHost, wheel: Path) -> tuple[tuple[str, ...], ...]:
-    """The commands that install a wheel on a host."""
+    """The commands that install a wheel on a host. Over SSH no profile is read: usual places of Python are looked into."""
     ssh = ("ssh", "-o", "BatchMode=yes", host.ssh)
+    own = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    fits = f"import sys; sys.exit(not {OLDEST} <= sys.version_info[:2] <= {NEWEST})"
+    make = (
+        f'PATH="$PATH:$HOME/.local/bin:/opt/homebrew/bin:/usr/local/bin"; mkdir -p {FOLDER}; test -x {FOLDER}/{PYTHON} && exit 0; '
+        f"for p in {own} python3.13 python3.12 python3.11 python3; do "
+        f'"$p" -c "{fits}" 2>/dev/null && exec "$p" -m venv {FOLDER}/venv; done; '
+        f"echo no Python from {_dotted(OLDEST)} to {_dotted(NEWEST)} is there: install one from python.org >&2; exit 1"
+    )
     return (
-        (*ssh, f"mkdir -p {FOLDER} && (test -x {FOLDER}/{PYTHON} || python3 -m venv {FOLDER}/venv)"),
+        (*ssh, f"/bin/sh -c {shlex.quote(make)}"),
         ("scp", "-q", "-o", "BatchMode=yes", str(wheel), f"{host.ssh}:{FOLDER}/"),
         (*ssh, f"{FOLDER}/{PYTHON} -m pip install --quiet --upgrade '{FOLDER}/{wheel.name}[mac]' mlx=={metadata.version('mlx')}"),
     )
 
 
-def _run(line: Sequence[str], host: WiredHost | None) -> None:
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _run(line: Sequence[str], host: WiredHost) -> None:
     try:
         done = subprocess.run(line, capture_output=True, timeout=INSTALL_SECONDS, check=False, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise WiredError(f"{line[0]} failed: {error}") from error
     if done.returncode:
-        where = "here" if host is None else f"on {host.ssh}"
-        raise WiredError(f"{line[0]} failed {where}: {last_line(done.stderr.decode('utf-8', 'replace'))}", hint="see `stoa doctor --hosts`")
+        reason = last_line(done.stderr.decode("utf-8", "replace"))
+        raise WiredError(f"{line[0]} failed on {host.ssh}: {reason}", hint="see `stoa doctor --hosts`")
