@@ -55,22 +55,43 @@ def route_plain(x: mx.array, gate: mx.array, bias: mx.array, rule: RouterRule) -
         bias: float32 [E], used for the choice only.
         rule: the model's routing rule.
     """
-    # A product a token, so that a token's logits do not depend on how many there are.
-    logits_NE = (x.astype(mx.float32)[:, None] @ gate.astype(mx.float32).T[None])[:, 0]
-    scores_NE = mx.sigmoid(logits_NE)
-    left_NE = scores_NE + bias
-    lanes_E = mx.arange(rule.num_experts, dtype=mx.uint32)
-    chosen: list[mx.array] = []
-    for _ in range(rule.top_k):
-        best_N1 = mx.argmax(left_NE, axis=-1, keepdims=True)  # the first of equals
-        chosen.append(best_N1)
-        left_NE = mx.where(lanes_E == best_N1, -mx.inf, left_NE)
-    experts_NK = mx.concatenate(chosen, axis=-1)
+    scores_NE = mx.sigmoid(_logits(x, gate))
+    experts_NK = _best(scores_NE + bias, rule)
     weights_NK = mx.take_along_axis(scores_NE, experts_NK, axis=-1)
     if rule.normalise:
         weights_NK = weights_NK / (weights_NK.sum(axis=-1, keepdims=True) + EPSILON)
     weights_NK = weights_NK if rule.scale == 1.0 else weights_NK * rule.scale
     return Routing(experts_NK, weights_NK, experts_NK.astype(mx.uint8))
+
+
+def route_by_softmax(x: mx.array, gate: mx.array, bias: mx.array, rule: RouterRule) -> Routing:
+    """As `route_plain` for families that weigh experts by a softmax over all of them; no kernel computes it.
+
+    bias: float32 [E], used for the choice only. Weights are normalised exactly.
+    """
+    scores_NE = mx.softmax(_logits(x, gate), axis=-1, precise=True)
+    experts_NK = _best(scores_NE + bias, rule)
+    weights_NK = mx.take_along_axis(scores_NE, experts_NK, axis=-1)
+    if rule.normalise:
+        weights_NK = weights_NK / weights_NK.sum(axis=-1, keepdims=True)
+    weights_NK = weights_NK if rule.scale == 1.0 else weights_NK * rule.scale
+    return Routing(experts_NK, weights_NK, experts_NK.astype(mx.uint8))
+
+
+def _logits(x: mx.array, gate: mx.array) -> mx.array:
+    """float32 [N, E]: a product a token, so that a token's logits do not depend on how many there are."""
+    return (x.astype(mx.float32)[:, None] @ gate.astype(mx.float32).T[None])[:, 0]
+
+
+def _best(scores_NE: mx.array, rule: RouterRule) -> mx.array:
+    """uint32 [N, K]: the K highest, the first of equals first."""
+    lanes_E = mx.arange(rule.num_experts, dtype=mx.uint32)
+    chosen: list[mx.array] = []
+    for _ in range(rule.top_k):
+        best_N1 = mx.argmax(scores_NE, axis=-1, keepdims=True)
+        chosen.append(best_N1)
+        scores_NE = mx.where(lanes_E == best_N1, -mx.inf, scores_NE)
+    return mx.concatenate(chosen, axis=-1)
 
 
 def order_plain(experts: mx.array, num_experts: int) -> Order:

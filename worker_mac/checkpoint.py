@@ -21,6 +21,7 @@ from stoa.weights import grid
 from stoa.weights.digest import state_id_of
 from stoa.weights.layout import BITS, GROUP_SIZE, Layout, TensorSpec
 from stoa.weights.state import WeightState
+from worker_mac.families import hub_name
 
 _STACK: Final = 3
 """Axes of a tensor of experts, whose matrices are put on the grid one by one."""
@@ -41,9 +42,9 @@ def bring_in(folder: Path, state: WeightState) -> StateId:
     they are. Raises CheckpointError if it has others than the state's layout, WrongStateError if they do not stand as read.
     """
     layout, digests = state.layout, dict[str, str]()
-    arrays, quantised = open_arrays(folder)
+    arrays, quantised, family = open_arrays(folder)
     for spec in layout.tensors:
-        stored = _stored(folder, spec, arrays, quantised=quantised)
+        stored = _stored(folder, spec, arrays, family, quantised=quantised)
         for array, bits in zip(spec.arrays, stored, strict=True):
             if bits.shape != array.shape:
                 raise CheckpointError(f"{folder} has {array.name} with shape {bits.shape}; config.json makes it {array.shape}")
@@ -56,8 +57,8 @@ def bring_in(folder: Path, state: WeightState) -> StateId:
     return state_id
 
 
-def open_arrays(folder: Path) -> tuple[dict[str, mx.array], bool]:
-    """A checkpoint's arrays by mlx_lm's names, none of them read yet, and whether they are on our grid already.
+def open_arrays(folder: Path) -> tuple[dict[str, mx.array], bool, str]:
+    """A checkpoint's arrays by mlx_lm's names, none of them read yet, whether they are on our grid already, and the family.
 
     Raises CheckpointError for another grid, and for files that mlx_lm cannot open.
     """
@@ -71,25 +72,34 @@ def open_arrays(folder: Path) -> tuple[dict[str, mx.array], bool]:
         model, _ = load_model(folder, lazy=True)
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{folder} cannot be opened by mlx_lm: {error}", hint="look whether all its files are there") from error
-    return dict(tree_flatten(model.parameters())), quantised is not None
+    return dict(tree_flatten(model.parameters())), quantised is not None, str(config.get("model_type"))
 
 
-def _stored(folder: Path, spec: TensorSpec, arrays: dict[str, mx.array], *, quantised: bool) -> Sequence[Stored]:
+def _stored(folder: Path, spec: TensorSpec, arrays: dict[str, mx.array], family: str, *, quantised: bool) -> Sequence[Stored]:
     """A tensor as `spec.arrays` are held in numpy. What was read of it is let go of."""
 
-    def take(name: str) -> mx.array:
+    def take(ours: str) -> mx.array:
+        name = hub_name(family, ours)
         found = arrays.pop(name, None)
         if found is None:
             raise CheckpointError(f"{folder} has no tensor {name}")
         return found
 
     if spec.kind != "int8":
-        values = np.array(take(spec.name).astype(mx.float32))
+        values = np.array(_plain(take, spec, quantised=quantised and hub_name(family, spec.scales) in arrays))
         return (values if spec.dtype == "float32" else grid.bf16_bits(values),)
     if not quantised:
         return _on_grid(take(spec.name))
     codes = np.array(take(spec.name)).view(np.uint8)
     return (codes, *(np.array(take(name).astype(mx.bfloat16).view(mx.uint16)) for name in (spec.scales, spec.biases)))
+
+
+def _plain(take: Callable[[str], mx.array], spec: TensorSpec, *, quantised: bool) -> mx.array:
+    """A tensor that is not on the grid here, in float32. Others put a router on it."""
+    if not quantised:
+        return take(spec.name).astype(mx.float32)
+    parts = (take(name) for name in (spec.name, spec.scales, spec.biases))
+    return mx.dequantize(*parts, group_size=GROUP_SIZE, bits=BITS).astype(mx.float32)
 
 
 def _on_grid(array: mx.array) -> Sequence[Stored]:

@@ -30,15 +30,15 @@ from stoa.contracts.errors import CheckpointError, ObjectExistsError, StoaError,
 from stoa.rollouts.records import Episode, Fingerprint, Group, Timings
 from stoa.rollouts.shard import encode_group
 from stoa.telemetry import log as telemetry
-from stoa.weights.layout import Layout, layout_of
+from stoa.weights.layout import Layout
 from worker_mac import selftest
 from worker_mac.checkpoint import bring_in
 from worker_mac.ending import leave
+from worker_mac.families import engine_config, engine_layout
 from worker_mac.guest import Guest
 from worker_mac.identity import project_version
 from worker_mac.memory import CACHE_BYTES, MARGIN_BYTES, Play, model_bytes
 from worker_mac.model import Model
-from worker_mac.model_config import read_model_config
 from worker_mac.player import Player
 from worker_mac.sampler import Sampling, seed_of
 from worker_mac.sweep import exam_castings
@@ -69,7 +69,7 @@ Make = Callable[[Layout, Mapping[str, object], Environment, Path], Means]
 
 def alone(layout: Layout, model_config: Mapping[str, object], environment: Environment, scratch: Path) -> Means:
     """This Mac with nothing but itself. Raises CheckpointError if weights and the least of pages do not fit it."""
-    config = read_model_config(model_config)
+    config = engine_config(model_config)
     item = 4 if layout.raw_dtype == "float32" else 2
     whole = model_bytes(config, layout, item_bytes=item, activation_bytes=item)
     limit = None
@@ -115,7 +115,7 @@ class Seat:
     def __init__(self, task: ExamTask, store: Store, scratch: Path, *, make: Make = alone) -> None:
         folder = Path(task.folder)
         config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
-        layout = layout_of(config, task.dtype)
+        layout = engine_layout(config, task.dtype)
         self._environment: Environment = known.create(task.environment, task.settings, (folder / "tokenizer.json").read_bytes())
         means = make(layout, config, self._environment, scratch)
         self.state_id = bring_in(folder, means.live.state)

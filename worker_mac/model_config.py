@@ -6,13 +6,31 @@ field is an error.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from stoa.contracts.errors import CheckpointError
+
+HeadNorms = Literal["each", "all", "none"]
+"""Queries and keys are normalised head by head, over all heads of a token at once, or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretching:
+    """Rotary angles of longer texts than a model was made for: all `factor` times slower, or as Llama 3.1 does it.
+
+    Then those whose wave is longer than `known_tokens / low` are slower by `factor`, shorter than `known_tokens / high` as they
+    were, and between the two in between. `known_tokens` 0: all.
+    """
+
+    factor: float
+    known_tokens: float = 0.0
+    low: float = 1.0
+    high: float = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The architecture. For the dense family `num_experts` is 0."""
+    """The architecture. For the dense family `num_experts` is 0. What has a value here is what an LFM2 has; see `families.py`."""
 
     family: str
     vocab_size: int
@@ -29,11 +47,20 @@ class ModelConfig:
     routed_scale: float
     rope_theta: float
     norm_eps: float
+    head_width: int = 0
+    """0: the hidden size is dealt out to the heads."""
+    head_norms: HeadNorms = "each"
+    qkv_bias: bool = False
+    has_head: bool = False
+    """False: logits go through the embedding."""
+    softmax_router: bool = False
+    """Experts are weighed by a softmax over all of them, not by sigmoids with a bias for the choice."""
+    stretching: Stretching | None = None
 
     @property
     def head_size(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.num_heads
+        return self.head_width or self.hidden_size // self.num_heads
 
 
 def read_model_config(config: Mapping[str, object]) -> ModelConfig:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from metal.sizes import ATTENTION_BYTES
 from stoa.contracts.errors import FormatError, GpuInterruptedError, StoaError, WrongStateError
-from stoa.weights.layout import RawType, layout_of
+from stoa.weights.layout import RawType
 from worker_mac.cluster.orders import drawn_answer, fault_answer, read_change, read_sampling, read_step
 from worker_mac.cluster.parts import PartState, PartWeights
 from worker_mac.cluster.split import arrays_of
@@ -23,9 +23,9 @@ from worker_mac.cluster.stage import StageModel, step_stage
 from worker_mac.cluster.tensor import TensorModel, Wire, check_shares, share_layout, together
 from worker_mac.cluster.wire import Channel, Message
 from worker_mac.decoder import Decoder
+from worker_mac.families import engine_config, engine_layout
 from worker_mac.holds import Awake, wired_bytes
 from worker_mac.memory import CACHE_BYTES, MARGIN_BYTES
-from worker_mac.model_config import read_model_config
 from worker_mac.player import bound_memory
 
 _log = structlog.get_logger(__name__)
@@ -122,12 +122,12 @@ class Follower:
         model_config = order.fields["model_config"]
         if not isinstance(model_config, dict):
             raise FormatError("an order without a model's config")
-        layout = layout_of(model_config, _raw_type(order.text("raw_dtype")))  # pyright: ignore[reportUnknownArgumentType]
+        layout = engine_layout(model_config, _raw_type(order.text("raw_dtype")))  # pyright: ignore[reportUnknownArgumentType]
         if layout.layout_id != order.text("layout_id"):
             raise FormatError(
                 "this program makes another layout of the model's config",
             )
-        config = read_model_config(model_config)  # pyright: ignore[reportUnknownArgumentType]
+        config = engine_config(model_config)  # pyright: ignore[reportUnknownArgumentType]
         layers, plain_ops = range(order.number("first"), order.number("stop")), order.texts("plain_ops")
         if order.text("split") == "tensor":
             ranks = order.number("ranks")

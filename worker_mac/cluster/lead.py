@@ -29,8 +29,8 @@ from worker_mac.cluster.stage import StageModel, step_stage
 from worker_mac.cluster.tensor import Summing, TensorModel, Wire, check_shares, share_layout, together
 from worker_mac.cluster.wire import Channel, Message
 from worker_mac.decoder import Decoder, Drawn
+from worker_mac.families import engine_config
 from worker_mac.model import Model
-from worker_mac.model_config import read_model_config
 from worker_mac.plan import Work
 from worker_mac.sampler import NEUTRAL, Sampling
 
@@ -338,7 +338,7 @@ class WiredSet:
         Raises WiredError for layers that cannot be dealt out to so many Macs.
         """
         self.ranks, self.spans, self.split, self._link = ranks, tuple(spans), split, link
-        self.layout, self.config = layout, read_model_config(model_config)
+        self.layout, self.config = layout, engine_config(model_config)
         if split == "tensor":
             check_shares(layout, self.config, ranks.size)
         told = {

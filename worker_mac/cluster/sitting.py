@@ -30,9 +30,10 @@ from worker_mac.cluster.set_engine import SetPlayer, bytes_of, split_model
 from worker_mac.cluster.split import Split, Strength
 from worker_mac.cluster.tensor import Wire
 from worker_mac.exam import Means, tell_memory, told_of
+from worker_mac.families import engine_config
 from worker_mac.forced import check_batching
 from worker_mac.guest import Guest
-from worker_mac.model_config import ModelConfig, read_model_config
+from worker_mac.model_config import ModelConfig
 
 _log = structlog.get_logger(__name__)
 
@@ -48,7 +49,7 @@ def spread(
     scratch: Path,
 ) -> Means:
     """What a wired set plays an examination with; see `worker_mac.exam.Make`. Raises WiredError if the model does not fit it."""
-    config = read_model_config(model_config)
+    config = engine_config(model_config)
     spans = split_model(config, layout, macs, environment.limits.max_episode_tokens, split)
     tell_memory(_told(config, layout, spans, macs, split))
     wired = WiredSet(ranks, link, model_config, layout, spans, split=split)

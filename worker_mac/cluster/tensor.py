@@ -91,6 +91,9 @@ def check_shares(layout: Layout, config: ModelConfig, ranks: int) -> None:
             f"{config.num_heads} query and {config.num_kv_heads} key heads cannot be dealt out to {ranks} Macs",
             hint='wire as many Macs as divide both, or leave "split" out of hosts.json: layers are split then',
         )
+    if config.head_norms == "all" or config.qkv_bias:
+        what = "norms over all heads" if config.head_norms == "all" else "what is added to queries, keys and values"
+        raise WiredError(f"{what} of a {config.family} cannot be dealt out", hint='leave "split" out of hosts.json: layers are split then')
     for spec in layout.tensors:
         kind = kind_of(spec.name)
         if kind == "columns" and spec.shape[-1] % (GROUP_SIZE * ranks):
