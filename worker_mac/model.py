@@ -22,25 +22,25 @@ from metal.attention import Groups, group_rows, most_rows
 from metal.check import Dims, Verdict
 from metal.ops import Ops, choose_ops
 from metal.products import Int8, gated, linear, linears, unpacked_rows
-from metal.router import RouterRule
+from metal.router import RouterRule, route_by_softmax
 from metal.sizes import PAGE_TOKENS
 from stoa.contracts.errors import LayoutError
 from worker_mac.cache import Cache, CacheShape
-from worker_mac.model_config import ModelConfig
+from worker_mac.model_config import ModelConfig, Stretching
 from worker_mac.plan import Ints, Layout, Tiles
 
 _NO_LIMIT: Final = 1 << 30
 
 
 class AttentionWeights(NamedTuple):
-    """Projections and the norms of queries and keys [H]."""
+    """Projections; norms of queries and keys, [H] or of all heads at once, and what is added to queries, keys and values, if any."""
 
     q: Int8
     k: Int8
     v: Int8
     out: Int8
-    q_norm: mx.array
-    k_norm: mx.array
+    norms: tuple[mx.array, mx.array] | None
+    offsets: tuple[mx.array, mx.array, mx.array] | None
 
 
 class ConvWeights(NamedTuple):
@@ -81,8 +81,10 @@ class Angles:
     position is off by more than any other rounding here.
     """
 
-    def __init__(self, head_size: int, theta: float) -> None:
+    def __init__(self, head_size: int, theta: float, stretching: Stretching | None = None) -> None:
         self._rates = theta ** (-2.0 * np.arange(head_size // 2) / head_size)
+        if stretching is not None:
+            self._rates = stretched(self._rates, stretching)
         self._cosines = self._sines = np.zeros((0, 1, head_size // 2), np.float32)
 
     def at(self, positions: Ints) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -92,6 +94,15 @@ class Angles:
             angles = np.arange(2 * num)[:, None, None] * self._rates
             self._cosines, self._sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         return self._cosines[positions], self._sines[positions]
+
+
+def stretched(rates: NDArray[np.float64], how: Stretching) -> NDArray[np.float64]:
+    """Rotary rates, radians a token, for longer texts; see `Stretching`."""
+    if not how.known_tokens:
+        return rates / how.factor
+    waves = how.known_tokens * rates / (2 * np.pi)  # of each, within the texts that the model was made for
+    kept = np.clip((waves - how.low) / (how.high - how.low), 0.0, 1.0)
+    return rates * (kept + (1.0 - kept) / how.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +215,13 @@ class Model:
         self._heads = config.num_heads // share.ranks, config.num_kv_heads // share.ranks
         raw_dtype = self._raw(f"model.layers.{self.layers.start}.operator_norm").dtype
         self.dtype = dtype or raw_dtype
-        # Both ends need it: the head is tied to it.
-        self._embedding = self._int8("model.embed_tokens") if self.is_first or self.is_last else None
+        # Both ends need it where the head is tied to it.
+        is_tied = not config.has_head
+        self._embedding = self._int8("model.embed_tokens") if self.is_first or (self.is_last and is_tied) else None
+        self._head = self._embedding if is_tied else self._int8("model.head") if self.is_last else None
         self._head_norm = self._raw("model.embedding_norm") if self.is_last else None
         self._layers = {index: self._layer(index) for index in self.layers}
-        self.angles = Angles(config.head_size, config.rope_theta)
+        self.angles = Angles(config.head_size, config.rope_theta, config.stretching)
         self._rule = RouterRule(config.num_experts, config.experts_per_token, config.normalise_weights, config.routed_scale)
         self.dims = self._dims(raw_dtype)
         sort_experts = on_gpu if sort_experts is None else sort_experts
@@ -249,7 +262,7 @@ class Model:
 
     def embed(self, feed: Feed) -> mx.array:
         """The embeddings of a feed's tokens: [N, D]. Of the first layers' machine only."""
-        return unpacked_rows(self._tied, feed.tokens, self.dtype)
+        return unpacked_rows(self._end(self._embedding), feed.tokens, self.dtype)
 
     def run(self, x_ND: mx.array, feed: Feed, cache: Cache, routes: list[mx.array] | None = None) -> mx.array:
         """Take what comes into the first of these layers through them: [N, D] to [N, D]; see `hidden`."""
@@ -263,7 +276,8 @@ class Model:
             if layer.routing is None:
                 x_ND = x_ND + self._summed(gated(normed_ND, *layer.mlp))
                 continue
-            routing = self._ops.route(normed_ND, layer.routing.gate, layer.routing.bias, self._rule)
+            route = route_by_softmax if self.config.softmax_router else self._ops.route
+            routing = route(normed_ND, layer.routing.gate, layer.routing.bias, self._rule)
             x_ND = x_ND + self._summed(self._ops.experts(normed_ND, routing.experts, routing.weights, *layer.mlp))
             if routes is not None:
                 routes.append(routing.record)
@@ -277,17 +291,16 @@ class Model:
 
     def draw(self, hidden: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
         """Final hidden states [R, D] and uniform numbers [R] to tokens int32 [R] and logprobs float32 [R]; temperature 1."""
-        return self._ops.draw(hidden, self._tied, uniform)
+        return self._ops.draw(hidden, self._end(self._head), uniform)
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Final hidden states [.., D] to fp32 logits [.., V], through the tied embedding."""
-        return linear(hidden.astype(mx.float32), self._tied)
+        """Final hidden states [.., D] to fp32 logits [.., V], through the head, which may be the embedding."""
+        return linear(hidden.astype(mx.float32), self._end(self._head))
 
-    @property
-    def _tied(self) -> Int8:
-        if self._embedding is None:
+    def _end(self, weights: Int8 | None) -> Int8:
+        if weights is None:
             raise AssertionError(f"layers {self.layers} have neither embedding nor head")
-        return self._embedding
+        return weights
 
     def _summed(self, x: mx.array) -> mx.array:
         return x if self._total is None else self._total(x)
@@ -298,8 +311,14 @@ class Model:
     def _attend(self, index: int, weights: AttentionWeights, x_ND: mx.array, feed: Feed, cache: Cache) -> mx.array:
         (num_q, num_kv), size = self._heads, self.config.head_size
         parts = linears(x_ND, (weights.q, weights.k, weights.v))
+        if weights.offsets is not None:
+            parts = [part + offset.astype(self.dtype) for part, offset in zip(parts, weights.offsets, strict=True)]
+        norms, by_head = weights.norms, self.config.head_norms == "each"
+        if norms is not None and not by_head:
+            parts = [self._norm(parts[0], norms[0]), self._norm(parts[1], norms[1]), parts[2]]
         q_NQH, k_NGH, v_NGH = (part.reshape(-1, num, size) for part, num in zip(parts, (num_q, num_kv, num_kv), strict=True))
-        q_NQH, k_NGH = self._norm(q_NQH, weights.q_norm), self._norm(k_NGH, weights.k_norm)
+        if norms is not None and by_head:
+            q_NQH, k_NGH = self._norm(q_NQH, norms[0]), self._norm(k_NGH, norms[1])
         both_NQGH = self._rotate(mx.concatenate([q_NQH, k_NGH], axis=1), feed)
         q_NQH, k_NGH = both_NQGH[:, :num_q], both_NQGH[:, num_q:]
         keys, values = cache.keys[index], cache.values[index]
@@ -351,8 +370,13 @@ class Model:
         path = f"model.layers.{index}"
         if index in self.config.attention_layers:
             q, k, v, out = (self._int8(f"{path}.self_attn.{name}_proj") for name in ("q", "k", "v", "out"))
-            q_norm, k_norm = (self._raw(f"{path}.self_attn.{name}_layernorm") for name in ("q", "k"))
-            mixer = AttentionWeights(q, k, v, out, q_norm, k_norm)
+            norms = offsets = None
+            if self.config.head_norms != "none":
+                norms = self._raw(f"{path}.self_attn.q_layernorm"), self._raw(f"{path}.self_attn.k_layernorm")
+            if self.config.qkv_bias:
+                qkv = [self._raw(f"{path}.self_attn.{name}_bias") for name in ("q", "k", "v")]
+                offsets = qkv[0], qkv[1], qkv[2]
+            mixer = AttentionWeights(q, k, v, out, norms, offsets)
         else:
             into, out = (self._int8(f"{path}.conv.{name}_proj") for name in ("in", "out"))
             mixer = ConvWeights(into, out, self._raw(f"{path}.conv.conv"))
