@@ -197,6 +197,8 @@ class TrainerEngine:
         if lease.fresh_changed_fraction is not None:
             metrics["changed_fraction"] = lease.fresh_changed_fraction
             lease.fresh_changed_fraction = None
+        if request.groups_running >= 0:
+            metrics["groups_running"] = float(request.groups_running)
         metrics["trainer_wait_share"] = taken.wait_seconds / max(taken.wait_seconds + train_seconds, 1e-9)
         named, lease.fresh_latency = lease.fresh_latency, None
         if named is not None:

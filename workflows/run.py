@@ -187,7 +187,9 @@ class RunWorkflow:
                 )
             case plan.Train():
                 shut, tried = fleet.quarantined(state), fleet.on_trial(state)
-                request = StepRequest(rules.run, state.token, command.step, command.wait_seconds, shut, state.version, tried)
+                request = StepRequest(
+                    rules.run, state.token, command.step, command.wait_seconds, shut, state.version, tried, state.groups_running
+                )
                 bounds = limits.train_step(silence, rules.step_timeout_seconds)
                 return await self._trainer(names.TRAIN_STEP, request, StepResult, bounds, state.queue, f"step {command.step}")
             case plan.PublishVersion():

@@ -131,6 +131,8 @@ class StepRequest:
     """Newest version, for whoever looks at the activity."""
     on_trial: tuple[str, ...] = ()
     """Of the quarantined, those that do not know it: their groups are judged, and not trained on."""
+    groups_running: int = -1
+    """By the last census: granted and not in the bucket yet; -1: none was taken yet."""
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,7 @@ CATALOGUE: Final = (
     Metric("zero_variance_fraction", "", "lower", "the share of groups whose rewards are all equal, of those looked at"),
     Metric("groups_accepted", "groups", "neither", "the groups admitted since the step before"),
     Metric("groups_waiting", "groups", "neither", "the admitted groups that wait for a later step"),
+    Metric("groups_running", "groups", "neither", "the groups that Macs have been granted and not brought, by the last census"),
     # Fleet and time, since the step before; the middle three as Macs say themselves, the newest group of each.
     Metric("fleet_tokens_per_second", "", "higher", "the sampled tokens admitted in a second, all Macs together"),
     Metric("fleet_episodes_per_hour", "", "higher", "the episodes admitted in an hour, all Macs together"),

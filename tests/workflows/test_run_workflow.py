@@ -15,7 +15,7 @@ from temporalio.worker import Worker
 from activities.connection import make_worker
 from stoa.contracts import names
 from stoa.contracts.evaluation_messages import EvalAsk, EvaluationInput, EvaluationPlan
-from stoa.contracts.fleet_messages import FleetEvent, FleetQuery
+from stoa.contracts.fleet_messages import Census, FleetEvent, FleetQuery
 from stoa.contracts.messages import Ask, RunInput, RunResult, RunStatus, StepResult, StopConditions
 from tests.workflows.world import World, error, scored
 from workflows.run import RunWorkflow
@@ -88,6 +88,18 @@ async def test_steps_are_published_by_cadence_and_the_run_ends_stopped(skipping:
     assert (result.step, result.version, result.end_reason) == (10, 3, "all 10 steps are done")
     assert world.head_states[-1] == "stopped"
     assert world.released == 1
+
+
+async def test_step_is_told_how_many_groups_the_last_census_found_on_the_way(skipping: WorkflowEnvironment) -> None:
+    world = World(skipping.client, step_seconds=0.1)
+    world.on_census = lambda request: Census((), 0, "", num_groups_running=5)
+    async with running(skipping, rules(stop=StopConditions(max_steps=10_000), census_seconds=0.2), world) as handle:
+        for _ in range(600):
+            if world.steps and world.steps[-1].groups_running == 5:
+                break
+            await asyncio.sleep(0.05)
+        await handle.terminate()
+    assert (world.steps[0].groups_running, world.steps[-1].groups_running) == (-1, 5)
 
 
 async def test_first_and_last_version_are_evaluated_in_full_and_others_by_cadence(skipping: WorkflowEnvironment) -> None:

@@ -60,6 +60,7 @@ AFTER_A_VERSION: Final[Mapping[str, tuple[str, ...]]] = {
 
 WHEN_IT_HAPPENS: Final[Mapping[str, tuple[str, ...]]] = {
     "staleness: discarded by reason": ("dropped_stale", "dropped_quarantined", "refused_wrong_reward"),
+    "staleness: running, from the first census on": ("groups_running",),
     "staleness: discarded by length": ("stale_group_tokens_mean",),
     "weights: digest failures": ("refused_wrong_state",),
     "task: zero variance, all 0 and all 1": ("dropped_all_zero", "dropped_all_one", "dropped_all_equal"),

@@ -56,8 +56,9 @@ def test_successor_resumes_from_head_and_no_group_is_trained_on_twice(handle: Ru
 
     shipped = ship_sweep(handle, policy_of(first), questions[:20], host="mac-a", sweep=0, seed=1)
     for step in (1, 2):
-        done = first.train_step(StepRequest("test", 1001, step), progress)
+        done = first.train_step(StepRequest("test", 1001, step, groups_running=8 * step - 9), progress)
         assert (done.status, done.num_groups) == ("done", 4)
+        assert read_step(handle.store, "test", done.manifest_key).metrics.get("groups_running") == (None if step == 1 else 7.0)
         assert lacking(read_step(handle.store, "test", done.manifest_key), after_a_version=False) == []
     again = first.train_step(StepRequest("test", 1001, 2), progress)
     assert again == done
