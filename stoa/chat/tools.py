@@ -24,6 +24,8 @@ MAX_DEPTH = 16
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _NUMBER = re.compile(r"-?\d{1,18}(\.\d{1,18})?([eE][+-]?\d{1,3})?(?![A-Za-z0-9_.])")
+_CLOSING = re.compile(r"\s*(?:[,)\]}:]|\Z)")
+"""What follows a quote character that ends its string."""
 _WORDS: Mapping[str, Value] = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
@@ -218,18 +220,13 @@ def _string(reader: _Reader) -> str:
         if char == "\\":
             piece, at = _escape(text, at + 1)
             out.append(piece)
-        elif char == quote and _closes(text, at + 1):
+        elif char == quote and _CLOSING.match(text, at + 1):
             reader.at = at + 1
             return "".join(out)
         else:
             out.append(char)
             at += 1
     raise BadCallError("a string has no end")
-
-
-def _closes(text: str, at: int) -> bool:
-    rest = text[at:].lstrip()
-    return not rest or rest[0] in ",)]}:"
 
 
 def _escape(text: str, at: int) -> tuple[str, int]:

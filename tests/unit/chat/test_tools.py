@@ -1,5 +1,8 @@
 """The grammar of tool calls, on the cases that regular expressions get wrong."""
 
+import contextlib
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,3 +110,22 @@ def test_no_text_causes_another_error(text: str) -> None:
 @given(st.text(st.characters(exclude_categories=("Cs",)), max_size=40))
 def test_pythons_own_spelling_of_a_string_reads_back(text: str) -> None:
     assert parse_calls(f"[search(query={text!r})]") == (search(text),)
+
+
+@pytest.mark.parametrize(
+    "piece", ["'", "' ", "\\", "\\'", "[", "{", "f(", "f(a='", "a=1,", '"a":[', " ", "1", "-1.5e", "f(),", "\\u0041", '{"name":"f"},']
+)
+@pytest.mark.parametrize("opening", ["", "[f(a='", "[f(", '[{"name":"f","arguments":{"a":"'])
+def test_reading_takes_time_in_proportion_to_the_text(opening: str, piece: str) -> None:
+    """Whatever a policy writes holds up a Mac and the trainer no longer than as many tokens must."""
+
+    def seconds(num: int) -> float:
+        text, took = opening + piece * num, []
+        for _ in range(3):
+            begun = time.thread_time()
+            with contextlib.suppress(BadCallError):
+                parse_calls(text)
+            took.append(time.thread_time() - begun)
+        return min(took)
+
+    assert seconds(16_000) < 40 * seconds(1_000) + 0.01  # 16 times the text; in proportion to its square it would be 256
