@@ -110,6 +110,7 @@ def transformer_config(config: Lfm2Config, dtype: torch.dtype) -> TransformerCon
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not host.HAS_CUDA,
+        cuda_graph_scope=[],  # the default, "full", is out of use and warns
         **moe,
     )
 

@@ -77,6 +77,7 @@ def train(handle: RunHandle, lease: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:Exception in thread publish-background:pytest.PytestUnhandledThreadExceptionWarning")  # it dies too
 def test_death_at_any_write_costs_no_group_and_no_bit(bucket_server: BucketServer, tmp_path: Path) -> None:
     def fresh(name: str) -> DyingStore:
         store = DyingStore(bucket_server.settings(name), CREDENTIALS)

@@ -21,11 +21,13 @@ def test_ten_thousand_rows_with_ties_are_routed_alike() -> None:
         hidden_size=NUM_EXPERTS,
         num_attention_heads=1,
         num_moe_experts=NUM_EXPERTS,
+        moe_ffn_hidden_size=NUM_EXPERTS,
         moe_router_topk=TOP_K,
         moe_router_score_function="sigmoid",
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_dtype="fp32",
+        cuda_graph_scope=[],
     )
     model_parallel = ProcessGroupCollection.use_mpu_process_groups()
     router = SigmoidRouter(config, model_parallel, use_expert_bias=True, norm_topk_prob=True)
