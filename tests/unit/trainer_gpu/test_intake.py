@@ -149,6 +149,9 @@ def test_settled_groups_are_never_taken_again(store: Store, noted: list[Dropped]
         answer = intake.take(5, Reports())
         assert isinstance(answer, Starved)
         assert "0 of 2 groups" in answer.reason
+        redone = put(store, group(0, version=5))  # the sweep was played again after its group had been trained on
+        judged(intake, redone)
+        assert [(r.key, r.reason) for r in intake.refused] == [(redone, "slot_taken")]
 
 
 def test_groups_of_versions_long_past_are_not_looked_at(store: Store, intake: Intake) -> None:
@@ -336,6 +339,35 @@ def test_object_larger_than_any_group_is_refused_unread(store: Store, intake: In
     assert set(taken.keys) == good
     assert [(r.key, r.reason) for r in taken.refused] == [(key, "too_large")]
     assert intake.refused == taken.refused
+
+
+def test_what_comes_again_under_the_key_of_one_that_was_too_large_is_counted_and_neither_read_nor_trained(
+    store: Store, intake: Intake
+) -> None:
+    """Its ticket outlives the clearing of it."""
+    key = put(store, group(5), data=bytes(2 << 20))
+    judged(intake, key)
+    good = {put(store, group(slot)) for slot in (0, 1)}
+    judged(intake, *good)
+    assert isinstance(intake.take(5, Reports()), Taken)
+    intake.settle()
+    before = store.meters.by_kind()["groups"].requests_down
+    for version in (4, 5):
+        store.delete([key])
+        assert put(store, group(5, episodes=group(5).episodes[: version - 1])) == key  # a group like any other, by its bytes
+        deadline = time.monotonic() + 20
+        while not intake.refused:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert [(one.key, one.host, one.reason) for one in intake.refused] == [(key, "mac", "too_large")]
+        more = {put(store, group(slot, version=version)) for slot in (2, 3)}
+        judged(intake, *more)
+        taken = intake.take(5, Reports())
+        assert isinstance(taken, Taken)
+        assert set(taken.keys) == more
+        assert taken.hosts["mac"].refused == {"too_large": 1}
+        intake.settle()
+    assert store.meters.by_kind()["groups"].requests_down - before == 4
 
 
 def test_copy_that_claims_an_older_version_is_refused_and_not_the_original(store: Store, noted: list[Dropped]) -> None:
