@@ -85,8 +85,10 @@ class Changes:
         return new if new.shape == base.shape else new.transpose(0, 2, 1)
 
 
-def write_checkpoint(base: Path, out: Path, changes: Changes) -> int:
+def write_checkpoint(base: Path, out: Path, changes: Changes, check: Callable[[Path], None] = lambda _: None) -> int:
     """Write the hub checkpoint; it appears under `out` only when it is whole. Returns its bytes.
+
+    check: looks at what was written before it appears, and raises what is to be raised instead.
 
     Raises CheckpointError, before anything is written, if the base has no place for something.
     """
@@ -102,6 +104,7 @@ def write_checkpoint(base: Path, out: Path, changes: Changes) -> int:
     for path in base.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model"):
             shutil.copyfile(path, part / path.name)
+    check(part)
     if out.exists():
         out.rmdir()  # it is empty: the caller checked
     part.rename(out)
@@ -132,7 +135,7 @@ def compare(folder: Path, logits: mx.array, ids: mx.array, *, exact: bool) -> fl
     share = far.max() / np.abs(ours).max() if exact else far.mean() / ours.std()
     if not share <= (MAX_DIFFERENCE if exact else MAX_MEAN_DIFFERENCE):
         raise CheckpointError(
-            f"{folder} computes other logits than what was taught: they differ by up to {far.max():.3g}",
+            f"what was written to {folder} computes other logits than what was taught: they differ by up to {far.max():.3g}",
             hint="this is a fault; please report it",
         )
     return float(far.max())

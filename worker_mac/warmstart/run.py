@@ -293,10 +293,16 @@ def _finish(learner: Learner, ranks: Ranks, base: Path, tell: Tell) -> None:
     if ranks.rank:
         return
     family = str(policy.read_config(base)["model_type"])
-    num_bytes = write_checkpoint(base, settings.out_folder, Changes(family, settings, trained))
     if settings.mode == "lora":
         write_adapters(settings.state_folder / "adapters", settings, trained, len(learner.policy.model.layers))
-    # Over quantised weights the taught policy is another one; reloading it whole might not fit beside them either.
-    exact = all(tensor.item_bytes == 4 for tensor in memory.read_tensors(base))
-    difference = None if settings.bits and settings.mode == "lora" else compare(settings.out_folder, logits, probe, exact=exact)
-    tell("exported", {"folder": settings.out, "num_bytes": num_bytes, "max_logit_difference": difference})
+    found: list[float] = []
+
+    def check(part: Path) -> None:
+        # Over quantised weights the taught policy is another one; reloading it whole might not fit beside them either.
+        if not (settings.bits and settings.mode == "lora"):
+            exact = all(tensor.item_bytes == 4 for tensor in memory.read_tensors(base))
+            found.append(compare(part, logits, probe, exact=exact))
+
+    # The last thing: where the folder is there, all is.
+    num_bytes = write_checkpoint(base, settings.out_folder, Changes(family, settings, trained), check)
+    tell("exported", {"folder": settings.out, "num_bytes": num_bytes, "max_logit_difference": found[0] if found else None})

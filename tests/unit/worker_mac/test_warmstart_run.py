@@ -132,6 +132,26 @@ def test_a_base_without_a_place_for_what_was_taught_is_not_written(tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
+def test_the_checkpoint_appears_last_of_all_and_only_once_it_was_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kill would find the disk before it, from where `--resume` goes on."""
+    asked = settings(tmp_path, bits=0, num_steps=1)
+    seen: list[list[str]] = []
+
+    def differs(folder: Path, *_: object, **__: object) -> float:
+        seen.append(sorted(path.name for path in (asked.state_folder / "adapters").iterdir()))
+        assert (folder / "model.safetensors").is_file() and not asked.out_folder.exists()
+        raise CheckpointError("it computes other logits")
+
+    monkeypatch.setattr(running, "compare", differs)
+    with pytest.raises(CheckpointError, match="other logits"):
+        teach(asked)
+    assert seen == [["adapter_config.json", "adapters.safetensors"]] and not asked.out_folder.exists()
+    monkeypatch.undo()
+    result, told = teach(asked, resume=True)
+    assert result.num_steps == 1 and [event for event, _ in told][-1] == "exported"
+    assert (asked.out_folder / "model.safetensors").is_file() and not list(tmp_path.glob(".out*"))
+
+
 def test_a_new_policy_is_the_demos_shape_and_learns(tmp_path: Path) -> None:
     asked = settings(tmp_path, model=FRESH, mode="full", num_steps=6, batch_rows=8, learning_rate=4e-3, num_warmup_steps=1)
     _, told = teach(asked)
