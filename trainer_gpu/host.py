@@ -18,6 +18,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 from stoa.config.load import torchrun_launch
+from stoa.contracts.errors import GpuMemoryError
 from trainer_gpu.layout import DATA_PARALLEL, Layout, destroy_layout, initialize_layout, is_initialized
 
 HAS_CUDA = torch.cuda.is_available()
@@ -56,6 +57,19 @@ def cuda_literals() -> Iterator[None]:
     else:
         with _CudaMeansCpu():
             yield
+
+
+@contextmanager
+def within_memory(what: str) -> Iterator[None]:
+    """Inside the block the GPU's memory may run out: raises GpuMemoryError, which says that `what` was too much."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise GpuMemoryError(
+            f"{what} does not fit the GPU: {str(error).partition(chr(10))[0][:300]}",
+            hint="go on with more GPUs or larger ones; a new run may set learning.micro_batch_tokens, moment_dtype or "
+            "optimizer_on_host as `stoa plan gpu` says",
+        ) from error
 
 
 def device() -> torch.device:

@@ -41,6 +41,7 @@ class Policy:
         Raises:
             CheckpointError, ConfigError: the folder holds no checkpoint we can train.
             LayoutError: its weights on the wire would not have the run's layout, or the experts cannot be shared so.
+            GpuMemoryError: model and optimizer do not fit the GPU.
         """
         self._folder = folder
         self._learning = learning
@@ -57,7 +58,8 @@ class Policy:
         experts = layout.expert_share(learning.expert_parallel, self.config.num_experts, host.num_ranks())
         num_threads = learning.num_threads or torch.get_num_threads()
         host.setup_process(num_threads=num_threads, seed=seed, layout=layout.Layout(expert=experts))
-        self.trainable = self._build()
+        with host.within_memory("the model with its optimizer"):
+            self.trainable = self._build()
         self._at_base = True
 
     @property
@@ -127,8 +129,11 @@ class Policy:
     def train(
         self, groups: Sequence[Group], *, version: int, step: int, planned_sequences: int, on_row: Callable[[str], None]
     ) -> StepOutcome:
-        """One optimizer step; see `step.optimizer_step`. Raises NonFiniteError: nothing has changed, on any rank."""
-        with self._lead(Train(tuple(groups), version, step, planned_sequences)):
+        """One optimizer step; see `step.optimizer_step`.
+
+        Raises NonFiniteError: nothing has changed, on any rank. GpuMemoryError: the policy must be restored.
+        """
+        with self._lead(Train(tuple(groups), version, step, planned_sequences)), host.within_memory(f"step {step}"):
             outcome = optimizer_step(
                 self.trainable,
                 groups,
@@ -143,7 +148,7 @@ class Policy:
 
     def compare(self, groups: Sequence[Group]) -> tuple[GroupMismatch, ...]:
         """How far the sampler's numbers of each group are from this policy's as it is, on rank 0; nothing changes."""
-        with self._lead(Compare(tuple(groups))):
+        with self._lead(Compare(tuple(groups))), host.within_memory("comparing canary groups"):
             return compare_groups(self.trainable, groups, self._learning)
 
     def wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

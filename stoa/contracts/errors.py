@@ -215,6 +215,10 @@ class GpuInterruptedError(StoaError):
     retryable: ClassVar[bool] = True
 
 
+class GpuMemoryError(StoaError):
+    """The trainer's GPU has too little memory for the model, its optimizer or a micro-batch."""
+
+
 class StarvedError(StoaError):
     """A wait for work or data reached its limit."""
 

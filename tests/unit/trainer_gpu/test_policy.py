@@ -6,10 +6,11 @@ import torch
 
 from stoa.bucket.store import Store
 from stoa.config.run import Bucket, Learning
-from stoa.contracts.errors import CheckpointError, LayoutError
+from stoa.contracts.errors import CheckpointError, GpuMemoryError, LayoutError
 from stoa.weights.layout import layout_of
 from tests.servers import CREDENTIALS
 from tests.unit.trainer_gpu.player import POLICY
+from tests.unit.trainer_gpu.test_intake import group
 from trainer_gpu.checkpoint import Part
 from trainer_gpu.model import read_model_config
 from trainer_gpu.policy import Policy
@@ -65,6 +66,17 @@ def test_state_of_another_architecture_changes_nothing() -> None:
     with pytest.raises(CheckpointError, match="lacks 1 tensors"):
         made.restore_parts(Store(Bucket(), CREDENTIALS), [part], made.capture_rng())
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.state().items())
+
+
+def test_step_that_the_gpu_has_no_memory_for_says_so_and_what_to_change() -> None:
+    def full(_row: str) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory 130 GiB is in use.")
+
+    with pytest.raises(GpuMemoryError) as caught:
+        policy().train([group(0)], version=3, step=7, planned_sequences=4, on_row=full)
+    assert caught.value.message == "step 7 does not fit the GPU: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert "stoa plan gpu" in caught.value.hint
+    assert not caught.value.retryable
 
 
 def test_checkpoint_folder_of_another_layout_is_refused() -> None:
