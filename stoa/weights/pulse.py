@@ -344,9 +344,11 @@ def decode_positions(blob: NDArray[np.generic], count: int, limit: int, codec: C
         if low[count:].any() or int(high.max()) >= 1 << 28:
             raise FormatError("a gap blob has spare bits set")
         gaps = (high.astype(np.uint32) << np.uint32(4)) | low[:count]
-    # At most 2^32 gaps below 2^32: the running sum cannot wrap.
+    if count > 1 and int(gaps[1:].max()) >= limit - 1:
+        raise FormatError(f"a position is beyond {limit}")
+    # Below 2^32, so neither a step nor the sum of at most 2^32 of them can wrap.
+    gaps[1:] += np.uint32(1)
     positions = np.cumsum(gaps, dtype=np.int64)
-    positions += np.arange(count, dtype=np.int64)
     if int(positions[-1]) >= limit:
         raise FormatError(f"a position is beyond {limit}")
     return positions

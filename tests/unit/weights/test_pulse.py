@@ -160,6 +160,17 @@ def test_gaps_whose_sum_wraps_are_refused():
         decode_positions(blob, 4, 2**63 - 1, PCO)
 
 
+@pytest.mark.parametrize("widest", [2**32 - 1, 2**32 - 2])
+def test_a_gap_that_no_step_can_be_is_refused(widest: int):
+    """One more than the widest gap wraps to a step of 0, which would give one position twice."""
+    from pcodec import ChunkConfig, standalone
+
+    gaps = np.array([5, widest, 0], dtype=np.uint32)
+    blob = np.frombuffer(b"\x04" + standalone.simple_compress(gaps, ChunkConfig()), dtype=np.uint8)
+    with pytest.raises(FormatError):
+        decode_positions(blob, 3, 2**32, PCO)
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("wrong", [Counts(3, 1, 1), Counts(2, 2, 1), Counts(2, 1, 2), Counts(2, 1, 0), Counts(0, 1, 1), Counts(-1, 1, 1)])
 def test_counts_that_differ_from_the_sections_are_refused(codec: str, wrong: Counts):
