@@ -141,8 +141,8 @@ def _flow_line(record: RunRecord) -> tuple[str, ...]:
     """What the fleet brings, how busy it is, and what the trainer waits, over the newest steps; nothing of a run that has none."""
     recent = [row.metrics for row in record.steps[-FLOW_STEPS:]]
     forms = (
-        ("fleet_tokens_per_second", "admitted {:.0f} tokens/s"),
-        ("batch_occupancy_mean", "Macs' places filled {:.0%}"),
+        ("fleet_tokens_per_second", "fleet {:.0f} tokens/s"),
+        ("batch_occupancy_mean", "places {:.0%} full"),
         ("trainer_wait_share", "trainer waits {:.0%}"),
         ("empty_retrieval_rate", "empty searches {:.0%}"),
     )

@@ -315,7 +315,7 @@ def test_what_flows_is_the_mean_of_the_newest_steps() -> None:
     flows = [{"fleet_tokens_per_second": 100.0 * n, "trainer_wait_share": 0.5, "empty_retrieval_rate": 0.02} for n in range(1, 11)]
     steps = tuple(step(n, metrics=metrics) for n, metrics in enumerate(flows, 1))
     lines = view_of(Look(0.0, running(steps=steps)), None, 8).run
-    assert "admitted 650 tokens/s  trainer waits 50%  empty searches 2%" in lines  # steps 3 to 10
+    assert "fleet 650 tokens/s  trainer waits 50%  empty searches 2%" in lines  # steps 3 to 10
     assert not any("trainer waits" in line for line in view_of(Look(0.0, running()), None, 8).run)
 
 
