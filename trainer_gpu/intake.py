@@ -375,7 +375,11 @@ class Intake:
         return found
 
     def _dropped_unread(self, arrival: Arrival) -> bool:
+        if self._inbox.is_barred(arrival.key):
+            self._refuse(arrival, Reason.TOO_LARGE, "sent again under the key of one that was too large")
+            return True
         if arrival.num_bytes > self._rules.max_group_bytes:
+            self._inbox.bar(arrival)  # its ticket may outlive the clearing of it
             self._refuse(arrival, Reason.TOO_LARGE, f"{arrival.num_bytes} bytes, no group of this run has as many")
             return True
         if arrival.named.host in self._quarantined - self._on_trial:

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter
 from stoa.bucket import keys
 from stoa.bucket.head import Head, read_head
 from stoa.bucket.manifest import Manifest, canonical, parse_canonical, read_manifest, validate
-from stoa.bucket.retention import History, Judged, Lease, Policy, Verdict, due, judge
+from stoa.bucket.retention import TOO_LARGE, History, Judged, Lease, Policy, Verdict, due, judge
 from stoa.bucket.run_document import RunDocument
 from stoa.bucket.steps import lineage, read_drop_notes
 from stoa.bucket.store import Store
@@ -88,11 +88,13 @@ def history_of(store: Store, document: RunDocument, head: Head) -> History:
     """Everything HEAD leads to: the chain of versions, the lineage of steps, the drop notes."""
     chain = chain_of(store, document, head)
     settled_at: dict[str, int] = {}
+    too_large: set[str] = set()
     step_keys: set[str] = set()
     for step in lineage(store, head):
         step_keys.add(keys.step_manifest(step.run, step.epoch, step.step))
         for key in (*step.consumed, *(drop.key for drop in step.dropped), *(refusal.key for refusal in step.refused)):
             settled_at[key] = step.step
+        too_large |= {refusal.key for refusal in step.refused if refusal.reason == TOO_LARGE}
     return History(
         run=document.run,
         epoch=head.epoch,
@@ -103,6 +105,7 @@ def history_of(store: Store, document: RunDocument, head: Head) -> History:
         step_keys=step_keys,
         settled_at=settled_at,
         notes=read_drop_notes(store, document.run),
+        too_large=too_large,
     )
 
 

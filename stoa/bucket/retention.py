@@ -10,7 +10,8 @@ Needed, by kind:
     anchors       the newest complete ones, those that lead to the staleness window or to a lease, and one being uploaded
     deltas        all that lead on from the oldest needed anchor, named by a manifest already or not
     steps         all in the lineage of HEAD (what was trained on), and all of the lease that is on
-    oversized     what an invited Mac wrote under groups or evals and is larger than any such object: nobody reads it, it goes at once
+    oversized     what an invited Mac wrote under groups or evals and is larger than any such object: nobody reads it, it goes at once,
+                  and so does what comes later under the key of a group that was refused as too large
     groups        those not settled by a step that every kept checkpoint is past, and those still in the staleness window
     grants        the newest of each host, and those of groups that are there
     drops         those that name a group in the window, and all of the lease that is on
@@ -28,6 +29,8 @@ from stoa.bucket.manifest import AnchorRef
 from stoa.bucket.store import Listed, kind_of
 from stoa.contracts.errors import FormatError
 
+TOO_LARGE: Final = "too_large"
+"""Reason of a group that a step refused by its size, as in `stoa.rollouts.admit`."""
 ALWAYS: Final = frozenset({"run.json", "HEAD.json", "model", "evals", "retention"})
 CHECKPOINT_MANIFEST: Final = "manifest.json"
 
@@ -76,6 +79,8 @@ class History:
     """Group -> step that consumed, dropped or refused it."""
     notes: Mapping[str, Sequence[str]]
     """Drop note -> its groups."""
+    too_large: Collection[str] = frozenset()
+    """Groups that a step refused by their size alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,8 @@ class Judged:
     key: str
     num_bytes: int
     reason: str
+    at_once: bool = False
+    """Nobody reads it, so no reader is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,35 +129,34 @@ def judge(objects: Sequence[Listed], history: History, leases: Sequence[Lease], 
     needed: list[Judged] = []
     unneeded: list[Judged] = []
     for item in sorted(objects, key=lambda item: item.key):
+        if unread := _why_unread(item, history, policy):
+            unneeded.append(Judged(item.key, item.num_bytes, unread, at_once=True))
+            continue
         try:
-            why = "" if _is_oversized(item.key, item.num_bytes, policy) else _why_needed(item.key, facts)
+            why = _why_needed(item.key, facts)
         except FormatError:
             why = "not written by this program"
-        (needed if why else unneeded).append(Judged(item.key, item.num_bytes, why or _why_not(item, policy)))
+        (needed if why else unneeded).append(Judged(item.key, item.num_bytes, why or _WHY_NOT[kind_of(item.key)]))
     return Verdict(tuple(needed), tuple(unneeded), floor)
 
 
 def due(verdict: Verdict, announced: Mapping[str, float], policy: Policy, now: float) -> tuple[Judged, ...]:
     """What may be deleted: unneeded, and announced as such, without a break, for the grace. announced: key -> Unix seconds.
 
-    What is larger than anybody would read has no reader to wait for.
+    What nobody reads has no reader to wait for.
     """
 
     def may_go(item: Judged) -> bool:
-        waited = item.key in announced and now - announced[item.key] >= policy.grace_seconds
-        return waited or _is_oversized(item.key, item.num_bytes, policy)
+        return item.at_once or (item.key in announced and now - announced[item.key] >= policy.grace_seconds)
 
     return tuple(item for item in verdict.unneeded if may_go(item))
 
 
-def _is_oversized(key: str, num_bytes: int, policy: Policy) -> bool:
-    return num_bytes > policy.most_group_bytes and kind_of(key) in ("groups", "evals")
-
-
-def _why_not(item: Listed, policy: Policy) -> str:
-    return (
-        f"larger than {policy.most_group_bytes} bytes" if _is_oversized(item.key, item.num_bytes, policy) else _WHY_NOT[kind_of(item.key)]
-    )
+def _why_unread(item: Listed, history: History, policy: Policy) -> str:
+    """Why nobody ever reads an object; "" if somebody may. A ticket may create again what was cleared."""
+    if item.num_bytes > policy.most_group_bytes and kind_of(item.key) in ("groups", "evals"):
+        return f"larger than {policy.most_group_bytes} bytes"
+    return "its key was refused before as too large" if item.key in history.too_large else ""
 
 
 _WHY_NOT: Final = {

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from stoa.bucket import keys
 from stoa.bucket.manifest import AnchorRef, DeltaRef, Manifest, VersionStats
-from stoa.bucket.retention import History, Lease, Policy, Verdict, due, judge
+from stoa.bucket.retention import TOO_LARGE, History, Lease, Policy, Verdict, due, judge
 from stoa.bucket.store import Listed
+from stoa.rollouts.admit import Reason
 from stoa.rollouts.shard import MAX_GROUP_BYTES
 from stoa.weights.chain import Plan, plan
 
@@ -226,6 +227,16 @@ def test_object_that_is_larger_than_any_group_goes_at_once():
     assert {item.key for item in due(verdict, {}, policy, 0.0)} == set(flood)
     assert {item.reason for item in verdict.unneeded if item.key in flood} == {"larger than 67108864 bytes"}
     assert full in needed_keys(verdict)
+
+
+def test_what_comes_again_under_the_key_of_one_that_was_too_large_goes_at_once_whatever_its_size():
+    assert TOO_LARGE == Reason.TOO_LARGE
+    again, other = keys.group(RUN, 25, "m", 0, 0), keys.group(RUN, 25, "m", 0, 1)
+    chain = Chain(31, 40, 0)
+    history = replace(chain.history(30), settled_at={again: 39, other: 39}, too_large={again})
+    verdict = judge([*chain.objects(30), Listed(again, 900, 0.0), Listed(other, 900, 0.0)], history, [], Policy(), 0.0)
+    assert [(item.key, item.reason) for item in due(verdict, {}, Policy(), 0.0)] == [(again, "its key was refused before as too large")]
+    assert other in needed_keys(verdict)
 
 
 def test_checkpoints_that_stay_are_the_newest_whole_ones_the_named_one_and_those_being_written():

@@ -63,3 +63,20 @@ def test_objects_that_are_no_groups_are_counted_and_passed_over(store):
     assert [arrival.key for arrival in inbox.look()] == [key]
     inbox.look()
     assert inbox.num_junk == 1
+
+
+def test_what_comes_under_a_barred_key_is_told_each_time_it_comes(store):
+    key = put(store, 3, "mac-a", 1)
+    inbox = Inbox(store, RUN)
+    (first,) = inbox.look()
+    assert not inbox.is_barred(key)
+    inbox.bar(first)
+    assert (inbox.look(), inbox.is_barred(key)) == ((), True)
+    store.delete([key])
+    assert inbox.look() == ()
+    put(store, 3, "mac-a", 1)  # the same bytes, perhaps within the same second of the bucket's clock
+    assert [arrival.key for arrival in inbox.look()] == [key]
+    store.delete([key])
+    store.create(key, b"others, between two looks")
+    assert [arrival.key for arrival in inbox.look()] == [key]
+    assert inbox.look() == ()

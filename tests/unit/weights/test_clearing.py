@@ -8,7 +8,8 @@ import pytest
 from stoa.bucket import keys
 from stoa.bucket.clearing import clear, policy_of
 from stoa.bucket.head import read_head
-from stoa.bucket.retention import Lease, Policy
+from stoa.bucket.retention import TOO_LARGE, Lease, Policy
+from stoa.bucket.steps import STEP_FORMAT, Refused, StepManifest, write_step
 from stoa.bucket.store import RangeReply, Store
 from stoa.config.run import Publish, Retention
 from stoa.contracts.errors import ObjectMissingError
@@ -170,3 +171,20 @@ def test_what_says_that_something_is_whole_goes_before_its_parts(store, tmp_path
     kinds = [key.endswith(".json") for key in next(names for names in gone if any("/anchors/" in key for key in names))]
     assert kinds == sorted(kinds, reverse=True)
     assert set(kinds) == {True, False}
+
+
+def test_a_key_that_was_refused_as_too_large_is_cleared_again_and_never_read(store, tmp_path):
+    run = SmallRun(store, tmp_path)
+    run.publish()
+    group = keys.group("small", 0, "mac", 0, 0)
+    refused = (Refused(group, "mac", TOO_LARGE), Refused(keys.group("small", 0, "mac", 0, 1), "mac", "unreadable"))
+    step = write_step(store, StepManifest(STEP_FORMAT, "small", 1000, 1, 0, "", (), (), refused, {}, {}, 9.0, 0.0, 0.1))
+    run.head = run.writer.swap(1000, step=1, step_manifest_key=step)
+    before = store.meters.by_kind().get("groups")
+    for now in (100.0, 200.0):
+        store.create(group, b"small, and sent with the ticket that is still good")
+        found = clear(store, run.document, [], Policy(), now=now)
+        assert [item.key for item in found.due] == [group]
+        assert not store.exists(group)
+    after = store.meters.by_kind()["groups"]
+    assert after.requests_down - (before.requests_down if before else 0) == store.meters.by_kind()["groups"].bytes_down == 0
