@@ -52,15 +52,22 @@ def _weight(config: TransformerConfig, init: Any, *shape: int) -> torch.nn.Param
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x[rows of expert e] @ block[e].T for all e; block is [E, O, inputs]."""
+    """x[rows of expert e] @ block[e].T for all e; block is [E, O, inputs].
+
+    A process whose experts nobody chose has no rows at all, of which CUDA's kernel says nothing: it is not called then.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ends: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, ends, block)
+        if not len(x):
+            return x.new_zeros(0, block.shape[1])
         return F.grouped_mm(x, block.transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, ends, block = ctx.saved_tensors
+        if not len(x):
+            return torch.zeros_like(x), None, torch.zeros_like(block)
         grad = grad_outputs[0].contiguous()  # the kernel refuses expanded gradients
         return F.grouped_mm(grad, block, offs=ends), None, F.grouped_mm(grad.t(), x, offs=ends)
