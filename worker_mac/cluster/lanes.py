@@ -104,6 +104,18 @@ class Lane:
         )
 
 
+def places_of(sizes: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """Where in one pool each lane's pages and slots begin, and how many of both the pool has.
+
+    sizes: pages and slots of each lane as it counts them, with the scrap ones of number zero, which are everybody's.
+    """
+    firsts, pages, slots = [], 0, 0
+    for num_pages, num_slots in sizes:
+        firsts.append((pages, slots))
+        pages, slots = pages + num_pages - 1, slots + num_slots - 1
+    return firsts, (pages + 1, slots + 1)
+
+
 class Lanes:
     """Halves of one sweep. `run` is for the engine's thread, the rest for lanes."""
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from metal.sizes import ATTENTION_BYTES, PAGE_TOKENS
 from stoa.contracts.errors import WiredError
 from stoa.weights.layout import Layout
-from worker_mac.cluster.lanes import NUM_LANES, Lane, Lanes
+from worker_mac.cluster.lanes import NUM_LANES, Lane, Lanes, places_of
 from worker_mac.cluster.lead import SetDecoder, WiredSet
 from worker_mac.cluster.split import Split, Strength, layer_bytes, num_bytes_of, split_layers
 from worker_mac.cluster.tensor import check_shares, share_layout
@@ -139,7 +139,8 @@ class SetPlayer(Player):
             )
             for half in halves
         ]
-        decoder = self._set_decoder(1 + len(halves) * (pages_each - 1), 1 + sum(schedule.num_slots - 1 for schedule in schedules))
+        firsts, pool = places_of([(pages_each, schedule.num_slots) for schedule in schedules])
+        decoder = self._set_decoder(*pool)
         decoder.record_routing, decoder.sampling = record_routing, sampling
         lanes, done = Lanes(decoder), [(0, 0)] * len(halves)
 
@@ -151,12 +152,8 @@ class SetPlayer(Player):
             sweep = Sweep(lane, schedule, self._environment, halves[number], on_group, pace=self._pace, apart=lane.apart)
             return lambda: sweep.play(should_stop, on_own_step, lambda: self._rows_allowed(rows))
 
-        first_slot = 0
-        plays: list[Callable[[], Played]] = []
-        for number, schedule in enumerate(schedules):
-            plays.append(playing(number, schedule, Lane(lanes, number * (pages_each - 1), first_slot)))
-            first_slot += schedule.num_slots - 1
-        return joined(lanes.run(plays))
+        places = enumerate(zip(schedules, firsts, strict=True))
+        return joined(lanes.run([playing(number, schedule, Lane(lanes, *first)) for number, (schedule, first) in places]))
 
     def _halves(self, castings: Sequence[Casting], plan: MemoryPlan) -> list[list[Casting]]:
         """Castings dealt out, a group to one half, of an examination a question; one half where there is one or no room for two pools.

@@ -28,7 +28,7 @@ from worker_mac.cluster import admission, ended
 from worker_mac.cluster import lead as leading
 from worker_mac.cluster import rank as ranks
 from worker_mac.cluster.follow import Follower
-from worker_mac.cluster.lanes import Lane, Lanes
+from worker_mac.cluster.lanes import Lane, Lanes, places_of
 from worker_mac.cluster.lead import Ranks, WiredSet
 from worker_mac.cluster.link import Watchdog
 from worker_mac.cluster.strength import program
@@ -221,6 +221,32 @@ def test_an_interrupted_step_of_one_half_is_made_good_in_both() -> None:
         assert all(one.ended for one in lanes.run(halves))
     assert 1 <= breaking.resets <= 3
     same(found, expected)
+
+
+def test_halves_in_one_pool_never_use_a_page_or_a_slot_of_each_other() -> None:
+    class Seen:
+        generation = 0
+
+        def compute(self, work: Work, uniform: np.ndarray) -> Drawn:
+            self.work = work
+            return Drawn(np.zeros(0, np.int32), np.zeros(0, np.float32), None)
+
+    sizes = [(5, 3), (4, 6), (2, 2)]
+    firsts, pool = places_of(sizes)
+    assert pool == (1 + 4 + 3 + 1, 1 + 2 + 5 + 1)
+    pages, slots = [], []
+    for (num_pages, num_slots), first in zip(sizes, firsts, strict=True):
+        seen, none = Seen(), np.zeros(0, np.int32)
+        tables, own = np.arange(num_pages, dtype=np.int32)[None], np.arange(num_slots, dtype=np.int32)
+        copies = [(0, num_pages - 1), (1, num_pages - 1)], [(0, num_slots - 1)]
+        Lane(seen, *first).step(Work(none.astype(np.intp), none, none, none.astype(bool), none, tables, own, *copies), none)
+        assert seen.work.tables[0, 0] == seen.work.slots[0] == 0, "scrap is everybody's"
+        last_page, last_slot = int(seen.work.tables[0, -1]), int(seen.work.slots[-1])
+        assert seen.work.page_copies == [(0, last_page), (int(seen.work.tables[0, 1]), last_page)]
+        assert seen.work.slot_copies == [(0, last_slot)]
+        pages += seen.work.tables[0, 1:].tolist()
+        slots += seen.work.slots[1:].tolist()
+    assert sorted(pages) == list(range(1, pool[0])) and sorted(slots) == list(range(1, pool[1]))
 
 
 class Leaving(Channel):
