@@ -95,7 +95,9 @@ def test_bf16_logits_stay_near_fp32_ones_on_the_same_experts(moe_folder: Path, i
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("counts", [(5, 0, 17, 10, 1, 0, 0, 31), (0, 0, 64, 0, 0, 0, 0, 0), (0, 1, 0, 0, 0, 0, 0, 0), (8, 8, 8, 8, 8, 8, 8, 8)])
+@pytest.mark.parametrize(
+    "counts", [(5, 0, 17, 10, 1, 0, 0, 31), (0, 0, 64, 0, 0, 0, 0, 0), (0, 1, 0, 0, 0, 0, 0, 0), (8, 8, 8, 8, 8, 8, 8, 8)]
+)
 def test_grouped_product_equals_one_expert_at_a_time(
     counts: tuple[int, ...], dtype: torch.dtype, tolerance: float, moe_folder: Path
 ) -> None:
