@@ -21,6 +21,7 @@ from temporalio.client import (
     WorkflowHandle,
     WorkflowQueryFailedError,
     WorkflowUpdateFailedError,
+    WorkflowUpdateRPCTimeoutOrCancelledError,
 )
 from temporalio.common import SearchAttributeKey, WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import FailureError, WorkflowAlreadyStartedError
@@ -48,6 +49,8 @@ CALL_SECONDS: Final = 10.0
 QUERY_SECONDS: Final = 4.0
 """A query needs the run's control process, which may be away; then nobody answers, and nobody says so."""
 QUERY_TRIES: Final = 3
+UPDATE_SECONDS: Final = 30.0
+"""An update waits so long for the run's control process: longer than one takes to start again."""
 MOST_LISTED: Final = 1000
 CONTROL_SILENT: Final = "its control process does not answer"
 """What is said of a run where Temporal is there and nobody works for the run."""
@@ -61,8 +64,9 @@ ResultT = TypeVar("ResultT")
 class Control:
     """A connection to the namespaces of one configuration. Use as a context."""
 
-    def __init__(self, settings: Temporal) -> None:
+    def __init__(self, settings: Temporal, *, update_seconds: float = UPDATE_SECONDS) -> None:
         self._settings = settings
+        self.update_seconds = update_seconds
         self._access = temporal_access(settings)
         self._runner = asyncio.Runner()
         self._clients: dict[str, Client] = {}
@@ -289,8 +293,15 @@ class Control:
         self, run: str, update: str, argument: Ask | MacAsk | AnchorCadence | EvalAsk, result_type: type[ResultT] | None = None
     ) -> ResultT:
         handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))
+        limit = timedelta(seconds=self.update_seconds)
         try:
-            return await handle.execute_update(update, argument, result_type=result_type, rpc_timeout=timedelta(seconds=6 * CALL_SECONDS))
+            # The client itself would ask again and again for as long as no worker takes the update.
+            asked = handle.execute_update(update, argument, result_type=result_type, rpc_timeout=limit)
+            return await asyncio.wait_for(asked, self.update_seconds)
+        except (TimeoutError, WorkflowUpdateRPCTimeoutOrCancelledError):
+            raise ServiceUnavailableError(
+                f"run {run}: {CONTROL_SILENT}; {update} may still be taken once it does", hint="is `python -m trainer_gpu.worker` running?"
+            ) from None
         except WorkflowUpdateFailedError as failure:
             raise UsageError(f"run {run}: {update} was refused: {innermost(failure)}") from None
         except RPCError as problem:

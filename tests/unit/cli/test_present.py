@@ -5,12 +5,14 @@ import secrets
 import time
 from typing import Any
 
+import pytest
 from temporalio.client import Client
 
 from activities.connection import setup_namespace
 from cli.temporal import Control
 from stoa.config.run import Temporal
 from stoa.contracts import names
+from stoa.contracts.errors import ServiceUnavailableError
 from tests.servers import free_ports
 
 
@@ -40,3 +42,19 @@ def test_open_sessions_of_this_run_are_told_and_of_no_other(temporal_server: Any
             time.sleep(0.2)
     with Control(Temporal(address=f"127.0.0.1:{free_ports(1)[0]}")) as control:
         assert control.present("here") == control.live_runs() == ()
+
+
+def test_order_that_no_worker_takes_is_given_up(temporal_server: Any) -> None:
+    run = f"alone-{secrets.token_hex(4)}"
+
+    async def start() -> None:
+        client = await Client.connect(temporal_server.address, namespace=temporal_server.namespace)
+        await client.start_workflow(names.RUN_WORKFLOW, id=names.run_workflow_id(run), task_queue="nobody")
+
+    asyncio.run(start())
+    settings = Temporal(address=temporal_server.address, namespace_core=temporal_server.namespace)
+    with (
+        Control(settings, update_seconds=1.0) as control,
+        pytest.raises(ServiceUnavailableError, match="its control process does not answer"),
+    ):
+        control.ask(run, names.PAUSE, "tea")
