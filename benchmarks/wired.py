@@ -53,6 +53,7 @@ def run(sizes: Sequence[int] = (2, 3), shares: Sequence[int] = (2, 4, 8)) -> Fou
         "runs_on_two_ranks": two["runs_on_the_set"],
         "mismatch_seconds": told["seconds"],
         "mismatch_message": told["message"],
+        "mismatch_sums_seconds": told["sums_seconds"],
         "pipeline": pipelines,
         "stock_families": stocks,
         "tensor_parallel": tensors,

@@ -323,7 +323,13 @@ def _stock(config: Mapping[str, Any], bits: int) -> Any:
 
 
 def mismatch(link: RingLink) -> Found | None:
-    """Rank 0 sends another type than rank 1 expects: how long until rank 1 knows."""
+    """Sums of unlike shapes on all ranks, then rank 0 sends another type than rank 1 expects: how long until rank 1 knows of each."""
+    began, sums = time.perf_counter(), ""
+    try:
+        link.agree((4 + link.rank, 64), mx.float32, 3)
+    except LinkMismatchError as error:
+        sums = error.message
+    sums_seconds = time.perf_counter() - began
     if link.rank == 0:
         link.send(mx.zeros((4, 64), mx.bfloat16))
         return {"sent": True}
@@ -333,7 +339,8 @@ def mismatch(link: RingLink) -> Found | None:
             link.receive((4, 64), mx.float32)
         except LinkMismatchError as error:
             path = Path(sys.argv[sys.argv.index("--out") + 1]).with_suffix(".mismatch")
-            path.write_text(json.dumps({"seconds": time.perf_counter() - began, "message": error.message}), "utf-8")
+            told = {"seconds": time.perf_counter() - began, "message": error.message, "sums": sums, "sums_seconds": sums_seconds}
+            path.write_text(json.dumps(told), "utf-8")
         # What was sent stays unread: a set ends here, as a whole.
         os._exit(0)
     return None

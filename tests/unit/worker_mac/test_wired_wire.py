@@ -329,6 +329,9 @@ def test_unlike_arrays_on_two_ranks_are_told_in_seconds(tmp_path: Path) -> None:
     told = json.loads(out.with_suffix(".mismatch").read_text())
     assert "Mac 0 would send mlx.core.bfloat16 (4, 64), Mac 1 expects mlx.core.float32 (4, 64)" in told["message"]
     assert told["seconds"] < 10
+    # Sums over all Macs, of a tensor split: 4 + 1 rows on rank 1.
+    assert "Mac 1 would send mlx.core.float32 (5, 64) 3 times, Mac 0 expects mlx.core.float32 (4, 64) 3 times" in told["sums"]
+    assert told["sums_seconds"] < 10
 
 
 def test_a_rank_ends_when_told_to_and_when_who_started_it_is_gone() -> None:
