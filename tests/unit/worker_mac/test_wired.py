@@ -10,6 +10,7 @@ from tests.unit.worker_mac.tasks import Dialogue, Fixed, play
 from tests.unit.worker_mac.wired import wired_set
 from worker_mac.cluster.lanes import Lane, Lanes
 from worker_mac.pages import Pages, PoolKey
+from worker_mac.sampler import NEUTRAL, Sampling
 from worker_mac.sweep import Casting, Sweep, cast
 
 TEN = TINY | {"num_hidden_layers": 10, "layer_types": ["conv", "full_attention"] * 5}
@@ -47,6 +48,21 @@ def test_a_sweep_on_a_set_is_bit_equal_to_one_machine(config, cuts) -> None:
         played = Sweep(decoder, schedule, environment, who, found.__setitem__, pace=Fixed(24)).play()
     assert played.ended and played.num_parked == alone.num_parked
     same(found, expected)
+
+
+def test_the_last_mac_samples_as_the_first_is_told_to() -> None:
+    state, environment, who, few = random_state(TINY), Dialogue(), castings(), Sampling(0.7, top_k=5, top_p=0.9)
+    _, plain = play(model_of(TINY, state), environment, who)
+    _, expected = play(model_of(TINY, state), environment, who, sampling=few)
+    assert [one.ids.tolist() for one in expected[0]] != [one.ids.tolist() for one in plain[0]]
+    with wired_set(TINY, state, [range(2), range(2, 3)]) as wired:
+        schedule = cast(environment, who, Pages(81, PoolKey(0, "", PAGE_TOKENS, "float32")), max_rows=len(who))
+        for sampling, wanted in ((few, expected), (NEUTRAL, plain)):
+            found = {}
+            decoder = wired.decoder(81, schedule.num_slots, sampling=sampling)
+            again = cast(environment, who, Pages(81, PoolKey(0, "", PAGE_TOKENS, "float32")), max_rows=len(who))
+            assert Sweep(decoder, again, environment, who, found.__setitem__).play().ended
+            same(found, wanted)
 
 
 class Hanging(Dialogue):
