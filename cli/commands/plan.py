@@ -150,5 +150,6 @@ def _print(model: "Model", planned: "list[tuple[int, float, list[Line]]]", micro
     kept = say.bytes_text(model.activation_bytes_per_token)
     console.print(
         f"\nA token keeps {kept} for the backward pass; a GPU keeps {say.bytes_text(RESERVE_BYTES)} and 5 % for itself, the head "
-        f"{say.bytes_text(HEAD_BYTES)} of logits and {say.bytes_text(model.embedding_bytes)} of gradient. No GPU was measured."
+        f"{say.bytes_text(HEAD_BYTES)} of logits and {say.bytes_text(model.embedding_bytes)} of gradient. "
+        "Tokens are taken to be spread evenly over the experts: where GPUs share them, the one most chosen keeps more. No GPU was measured."
     )

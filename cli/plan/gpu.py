@@ -1,7 +1,8 @@
 """Will it fit? Memory of the trainer by GPU count and layout, from config.json alone: arithmetic, no GPU, no torch.
 
 Weights, gradients and optimizer state are exact counts of the layout's numbers. Activations are counted tensor by
-tensor for this model family without recomputation; what a GPU keeps for itself is a stated reserve. 1 GB is 1e9 bytes.
+tensor for this model family without recomputation, tokens spread evenly over the experts; what a GPU keeps for itself is a
+stated reserve. 1 GB is 1e9 bytes.
 
 Bytes a parameter: weight bf16 2, gradient fp32 4, master fp32 4, Adam's two moments 4 + 4, or 2 + 2 in bf16. Weights and
 gradients are on every GPU that holds the parameter, masters and moments are spread over those GPUs. Each way is one that
