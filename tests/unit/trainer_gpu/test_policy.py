@@ -79,6 +79,16 @@ def test_step_that_the_gpu_has_no_memory_for_says_so_and_what_to_change() -> Non
     assert not caught.value.retryable
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_step_compiles_nothing(dtype: str) -> None:
+    """On CUDA, Megatron's compiled functions would need a C compiler beside the trainer; here they are told to run as they are."""
+    made = policy(dtype)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        with pytest.raises(RuntimeError):
+            torch.compile(lambda x: x + 1)(torch.ones(1))
+        assert made.train([group(0)], version=3, step=1, planned_sequences=4, on_row=lambda row: None).metrics["grad_norm"] > 0
+
+
 def test_checkpoint_folder_of_another_layout_is_refused() -> None:
     with pytest.raises(LayoutError, match="layout"):
         Policy(POLICY, Learning(), seed=0, layout_id=layout_id("bfloat16"))
