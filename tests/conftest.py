@@ -11,8 +11,22 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[1]
-WHOLE_RUNS = "whole runs"
+WHOLE_RUNS, WAITING_RUNS = "whole runs", "whole runs that mostly wait"
 PLAY_WHOLE_RUNS = ("tests/loop/", "tests/faults/", "tests/cli/")
+MOSTLY_WAIT = ("tests/faults/", "tests/loop/test_invited", "tests/loop/test_mac_signals")
+"""Paced by clocks, not by computing: a fifth to a third of a core."""
+LONGEST = (
+    "tests/unit/benchmarks/test_shows.py",
+    "tests/unit/trainer_gpu/test_ranks.py",
+    "tests/unit/trainer_gpu/test_kills.py",
+    "tests/unit/trainer_gpu/test_two_ranks.py",
+    "tests/workflows/test_outages.py",
+    "tests/architecture/test_tools.py",
+    "tests/workflows/test_commands.py",
+    "tests/workflows/test_clock.py",
+    "tests/unit/weights/test_kills.py",
+)
+"""Files of half a minute and more, the longest first: one that began last would be waited for by all."""
 
 hypothesis.settings.register_profile("project", deadline=None)  # how long one example takes is the machine's affair
 hypothesis.settings.load_profile("project")
@@ -23,19 +37,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background
 
 @pytest.hookimpl(trylast=True)  # after the order is drawn
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: whole runs, which one process plays one after another, then other files of long tests, then the rest.
+    """The longest first: whole runs, which two processes play one after another, then other files of long tests, then the rest.
 
     Each gets a second chance, which the summary names: most play against real servers and sockets in real time, and a shared machine
     may stand still for longer than any wait. What is wrong fails twice.
     """
-    items.sort(key=lambda item: (_share_of(item.nodeid) != WHOLE_RUNS, not _is_long(item.nodeid)))
+    items.sort(key=lambda item: _rank(item.nodeid))
     for item in items:
         item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Share tests out by file, and all whole runs to one process, since each takes both cores."""
+    """Share tests out by file, and all whole runs to one process, since each takes both cores; those that do not to another."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
@@ -57,7 +71,16 @@ def _is_long(nodeid: str) -> bool:
 
 
 def _share_of(nodeid: str) -> str:
-    return WHOLE_RUNS if nodeid.startswith(PLAY_WHOLE_RUNS) and _is_long(nodeid) else nodeid.partition("::")[0]
+    if nodeid.startswith(PLAY_WHOLE_RUNS) and _is_long(nodeid):
+        return WAITING_RUNS if nodeid.startswith(MOSTLY_WAIT) else WHOLE_RUNS
+    return nodeid.partition("::")[0]
+
+
+def _rank(nodeid: str) -> tuple[int, int]:
+    share = _share_of(nodeid)
+    if share in (WHOLE_RUNS, WAITING_RUNS):
+        return int(share == WAITING_RUNS), 0
+    return (2, LONGEST.index(share)) if share in LONGEST else (4 - _is_long(nodeid), 0)
 
 
 @pytest.fixture(scope="session")

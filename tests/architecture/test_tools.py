@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST, MOSTLY_WAIT, PLAY_WHOLE_RUNS
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 
@@ -30,3 +32,8 @@ def test_format_is_clean() -> None:
 @pytest.mark.timeout(300)
 def test_types_are_clean() -> None:
     assert run("basedpyright", "--level", "error", "--pythonpath", sys.executable) == ""
+
+
+def test_files_that_are_named_to_be_played_early_are_there() -> None:
+    for path in (*LONGEST, *PLAY_WHOLE_RUNS, *MOSTLY_WAIT):
+        assert list(ROOT.glob(f"{path}*")), path
