@@ -13,6 +13,7 @@ from pathlib import Path
 from platform import platform, python_version
 from typing import Final
 
+from cli.commands.status import facts
 from cli.doctor import checks
 from cli.doctor.finding import examine
 from cli.doctor.open import installed_role, scene_of
@@ -25,12 +26,15 @@ from stoa.bucket.run_document import read_run
 from stoa.bucket.store import SMALL_BYTES, Store
 from stoa.config.load import bucket_credentials, known_secrets, state_base
 from stoa.config.run import RunConfig
-from stoa.contracts.errors import StoaError
+from stoa.contracts.errors import RunMissingError, ServiceError, StoaError
 
 LOG_BYTES: Final = 1_000_000
 """Of each log, its end."""
 MOST_LOGS: Final = 50
 """The newest ones."""
+EVENTS: Final = ("events.log", "control-events.log")
+"""What a worker keeps in its state folder, whoever started it."""
+NO_EVENTS: Final = "logs of a trainer or a Mac: none lies here; name the folder that it was started with as --state by --logs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +63,10 @@ def write_bundle(path: Path, config: RunConfig, run: str, log_folders: Iterable[
             ("run/status.json", lambda: _status(config, run)),
             ("run/metrics.jsonl", lambda: _metrics(config, run)),
         ]
-    makers += [(f"logs/{name}", lambda log=log: tail(log)) for name, log in logs_in(folders)]
+    logs = _named_once(logs_in(folders))
+    makers += [(f"logs/{name}", lambda log=log: tail(log)) for name, log in logs]
     parts: list[str] = []
-    missing: list[str] = []
+    missing = [] if any(log.name in EVENTS for _, log in logs) else [NO_EVENTS]
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
     with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as file:
@@ -89,6 +94,11 @@ def versions() -> str:
     return json.dumps({**tree, "role": installed_role(), "packages": dict(sorted(packages.items()))}, indent=2)
 
 
+def beside(config: Path | None) -> tuple[Path, ...]:
+    """The folders of logs and state beside a configuration, as a demo has them."""
+    return () if config is None else tuple(folder for name in ("logs", "state") if (folder := config.resolve().parent / name).is_dir())
+
+
 def logs_in(folders: Iterable[Path]) -> list[tuple[str, Path]]:
     """Name in the bundle and path of the newest logs beneath some folders, each once."""
     found: dict[Path, str] = {}
@@ -96,9 +106,19 @@ def logs_in(folders: Iterable[Path]) -> list[tuple[str, Path]]:
         for log in sorted(folder.rglob("*.log")) if folder.is_dir() else ():
             # Databases keep journals of that ending too, under numbers.
             if log.is_file() and not log.is_symlink() and not log.stem.isdecimal():
-                found.setdefault(log.resolve(), f"{folder.name}/{log.relative_to(folder)}")
+                found.setdefault(log.resolve(), f"{folder.resolve().name}/{log.relative_to(folder)}")
     newest = sorted(found, key=lambda log: (-log.stat().st_mtime, str(log)))[:MOST_LOGS]
     return sorted((found[log], log) for log in newest)
+
+
+def _named_once(logs: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    """Two folders of one name hold logs of one name: the second gets a number."""
+    taken: dict[str, int] = {}
+    named: list[tuple[str, Path]] = []
+    for name, log in logs:
+        taken[name] = taken.get(name, 0) + 1
+        named.append((name if taken[name] == 1 else f"{name}.{taken[name]}", log))
+    return named
 
 
 def tail(log: Path) -> str:
@@ -128,10 +148,15 @@ def _object(config: RunConfig, key: str) -> str:
 
 
 def _status(config: RunConfig, run: str) -> str:
+    """What the run's own process tells, and where that is away what bucket and Temporal do."""
     with Control(config.temporal) as control:
-        status, hosts = control.status(run), tuple(member.host for member in control.fleet(run))
-        sessions = [asdict(session) for session in control.sessions(run, hosts)]
-    return json.dumps({"status": asdict(status), "sessions": sessions}, indent=2)
+        try:
+            status, hosts = control.status(run), tuple(member.host for member in control.fleet(run))
+            sessions = [asdict(session) for session in control.sessions(run, hosts)]
+            return json.dumps({"status": asdict(status), "sessions": sessions}, indent=2)
+        except (ServiceError, RunMissingError):
+            store = _store(config)
+            return json.dumps(facts(Collector(read_run(store, run), store, control).collect()), indent=2)
 
 
 def _metrics(config: RunConfig, run: str) -> str:

@@ -1,4 +1,4 @@
-"""The control process of a run: `python -m trainer_gpu.control [CONFIG]`.
+"""The control process of a run: `python -m trainer_gpu.control [CONFIG] [--state DIR]`.
 
 Hosts the three workflows and the small activities that serve them (grants, HEAD.state, fleet, evaluations). A child of
 `trainer_gpu.worker`, apart from the training process because a step that holds the interpreter would stall workflows.
@@ -42,6 +42,8 @@ POLL_SECONDS: Final = 0.5
 WORKER_HEARTBEAT_SECONDS: Final = 10.0
 GRACEFUL_SECONDS: Final = 5.0
 MAX_CONTROL_ACTIVITIES: Final = 5000
+EVENTS: Final = "control-events.log"
+"""Beside the trainer's own events, which another process writes and cuts."""
 END_SECONDS: Final = 12.0
 """Without a parent this process is gone after so long, whatever its threads wait for: a bucket may be away for minutes."""
 
@@ -148,11 +150,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the control process; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainer_gpu.control", description="Host the workflows of a run.")
     parser.add_argument("config", nargs="?", type=Path, help="TOML of the run (default: configs/demo.toml)")
+    parser.add_argument("--state", type=Path, help=f"folder in which its newest events are kept, as {EVENTS}")
     options = parser.parse_args(arguments)
     telemetry.configure(worker="control")
     try:
         config = load_run(options.config)
         telemetry.bind(run=config.run)
+        if options.state is not None:
+            telemetry.keep(options.state / EVENTS)
         asyncio.run(_Control(config).run())
     except StoaError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))

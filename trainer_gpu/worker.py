@@ -167,8 +167,9 @@ class _Worker:
         _log.info("worker_ended")
 
     def _control_command(self) -> list[str]:
+        folder = self._options.state or state_folder("trainer")
         config = [str(self._options.config)] if self._options.config else []
-        return [sys.executable, "-m", "trainer_gpu.control", *config]
+        return [sys.executable, "-m", "trainer_gpu.control", "--state", str(folder), *config]
 
     async def _train(self) -> None:
         handle = await self._wait_for(self._open_run)

@@ -16,14 +16,14 @@ def bundle(
     /,
     *,
     out: Annotated[Path | None, Parameter(help="Zip file to write; stoa-bundle-TIME.zip when left out.")] = None,
-    logs: Annotated[tuple[Path, ...], Parameter(consume_multiple=False, help="Folder with more logs, such as runs/demo-1/logs.")] = (),
+    logs: Annotated[tuple[Path, ...], Parameter(consume_multiple=False, help="More logs; those beside --config are packed too.")] = (),
     config: Servers = None,
     as_json: AsJson = False,
 ) -> None:
     """Pack logs, versions, resolved settings, the doctor's findings and a run's facts for who helps; secrets are removed."""
     import time
 
-    from cli.bundle import write_bundle
+    from cli.bundle import beside, write_bundle
     from stoa.config.load import load_run
     from stoa.contracts.errors import UsageError
 
@@ -32,7 +32,7 @@ def bundle(
             raise UsageError(f"--logs {folder}: not a folder", hint="logs of a demo lie in runs/demo-N/logs")
     settings = load_run(config, (f"run={run}",) if run else ())
     path = out if out is not None else Path(f"stoa-bundle-{time.strftime('%Y%m%d-%H%M%S')}.zip")
-    done = write_bundle(path, settings, run, logs)
+    done = write_bundle(path, settings, run, (*beside(config), *logs))
     if as_json:
         say.data(json.dumps(asdict(done), indent=2))
         return

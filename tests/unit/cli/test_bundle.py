@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
-from cli.bundle import LOG_BYTES, logs_in, tail, write_bundle
+from cli.bundle import LOG_BYTES, NO_EVENTS, beside, logs_in, tail, write_bundle
 from cli.redact import REMOVED, Redactor
 from stoa.config.load import known_secrets
 from stoa.config.run import Bucket, RunConfig, Temporal
@@ -84,6 +84,7 @@ def test_bundle_holds_its_parts_and_no_planted_secret(state: Path, tmp_path: Pat
     config = RunConfig(run="tale", bucket=Bucket(endpoint="http://127.0.0.1:9"), temporal=Temporal(address="127.0.0.1:9"))
     done = write_bundle(tmp_path / "out" / "b.zip", config, "", [more])
     assert {"versions.json", "config.json", "doctor.json", "logs/state/mac/worker.log", "logs/logs/trainer.log"} <= set(done.parts)
+    assert NO_EVENTS in done.missing, "it says how to name the folder of a worker that was started elsewhere"
     with zipfile.ZipFile(done.path) as file:
         everything = "\n".join(f"{name}\n{file.read(name).decode()}" for name in file.namelist())
         packages = json.loads(file.read("versions.json"))["packages"]
@@ -94,6 +95,26 @@ def test_bundle_holds_its_parts_and_no_planted_secret(state: Path, tmp_path: Pat
         assert secret not in everything, secret
     assert str(tmp_path) not in everything and "~/x" in everything
     assert "oops" in everything
+
+
+def test_bundle_of_a_demo_has_the_logs_beside_its_configuration(state: Path, tmp_path: Path) -> None:
+    demo = tmp_path / "demo-1"
+    for place in ("state/trainer", "logs"):
+        (demo / place).mkdir(parents=True)
+    (demo / "config.json").write_text("{}")
+    for place in ("state/trainer/events.log", "state/trainer/control-events.log", "logs/trainer.log"):
+        (demo / place).write_text(f"{place}\n")
+    (state / "trainer").mkdir()
+    (state / "trainer" / "events.log").write_text("of another run\n")
+    assert [folder.name for folder in beside(demo / "config.json")] == ["logs", "state"]
+    assert beside(None) == () == beside(demo / "logs" / "run.toml")
+    config = RunConfig(run="tale", bucket=Bucket(endpoint="http://127.0.0.1:9"), temporal=Temporal(address="127.0.0.1:9"))
+    done = write_bundle(tmp_path / "b.zip", config, "", beside(demo / "config.json"))
+    assert done.missing == ()
+    with zipfile.ZipFile(done.path) as file:
+        told = sorted(file.read(name).decode().strip() for name in done.parts if name.startswith("logs/"))
+    # Both folders of state are called so: neither log of one name is lost.
+    assert told == ["logs/trainer.log", "of another run", "state/trainer/control-events.log", "state/trainer/events.log"]
 
 
 def test_of_a_long_log_its_end_is_told_from_the_beginning_of_a_line(state: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from stoa.contracts.messages import Ask, RunInput, RunResult, RunStatus, StopCon
 from stoa.weights.layout import layout_of
 from tests.servers import CREDENTIALS, TemporalServer
 from tests.unit.trainer_gpu.player import POLICY
+from trainer_gpu.control import EVENTS
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(120)]
 ROOT = Path(__file__).parents[3]
@@ -63,7 +64,7 @@ def control(config: RunConfig, tmp_path: Path) -> Iterator[subprocess.Popen[byte
         "STOA_BUCKET_KEY": CREDENTIALS.key,
         "STOA_BUCKET_SECRET": CREDENTIALS.secret,
     }
-    command = [sys.executable, "-m", "trainer_gpu.control", str(path)]
+    command = [sys.executable, "-m", "trainer_gpu.control", "--state", str(tmp_path), str(path)]
     with (tmp_path / "control.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
     try:
@@ -100,7 +101,7 @@ async def start(core: Client, mac: Client) -> None:
 
 
 async def test_sessions_and_run_meet_across_namespaces_and_the_process_ends_with_its_input(
-    config: RunConfig, control: subprocess.Popen[bytes], store: Store
+    config: RunConfig, control: subprocess.Popen[bytes], store: Store, tmp_path: Path
 ) -> None:
     temporal = config.temporal
     await setup_namespace(temporal.address, temporal.namespace_core)  # the control process waits for both
@@ -134,6 +135,8 @@ async def test_sessions_and_run_meet_across_namespaces_and_the_process_ends_with
     assert control.stdin is not None
     control.stdin.close()
     assert control.wait(20) == 0
+    kept = [json.loads(line)["event"] for line in (tmp_path / EVENTS).read_text().splitlines()]
+    assert kept.index("control_ready") < kept.index("control_ended"), "for a bundle"
 
 
 STUCK = """
