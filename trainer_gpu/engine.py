@@ -179,7 +179,7 @@ class TrainerEngine:
         step = request.step
         config, policy = self._handle.config, self._built(progress)
         canaries = self._judge(lease, taken.refused, progress)
-        started = time.time()
+        started_at, began = time.time(), time.monotonic()
         try:
             outcome = policy.train(
                 taken.groups,
@@ -191,8 +191,8 @@ class TrainerEngine:
         except StoaError:
             lease.intake.put_back()
             raise
-        lease.stepped_at = time.time()
-        train_seconds = lease.stepped_at - started
+        lease.stepped_at = time.monotonic()
+        train_seconds = lease.stepped_at - began
         metrics = {**outcome.metrics, **drop_metrics(taken.dropped, len(taken.groups)), **taken.metrics}
         if lease.fresh_changed_fraction is not None:
             metrics["changed_fraction"] = lease.fresh_changed_fraction
@@ -206,7 +206,9 @@ class TrainerEngine:
         metrics |= lease.eval_watch.news(lease.alarms.eval_seen)
         alarms = lease.alarms.ring(metrics)
         outcome = replace(outcome, metrics={**metrics, **alarms.metrics})
-        manifest = manifest_of(lease, self._handle.run, step, taken, outcome, config.learning, started=started, train_seconds=train_seconds)
+        manifest = manifest_of(
+            lease, self._handle.run, step, taken, outcome, config.learning, started=started_at, train_seconds=train_seconds
+        )
         try:
             lease.step_manifest_key = write_step(self._handle.store, manifest)
         except StoaError:
@@ -284,7 +286,7 @@ class TrainerEngine:
                 **named,
             )
             if stepped_at:
-                lease.fresh_latency = prepared.version, time.time() - stepped_at
+                lease.fresh_latency = prepared.version, time.monotonic() - stepped_at
 
         version = lease.version + 1
         changed_fraction = lease.publisher.publish(

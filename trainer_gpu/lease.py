@@ -63,7 +63,7 @@ class Lease:
     fresh_changed_fraction: float | None = None
     """Share of codes that the newest version changed, if steps came before it and none has come after it."""
     stepped_at: float = 0.0
-    """When the last optimizer step ended that no version was made of yet (Unix seconds); 0.0 for none."""
+    """When the last optimizer step ended that no version was made of yet (by `time.monotonic`); 0.0 for none."""
     fresh_latency: tuple[float, float] | None = None
     """A version that HEAD came to name since the last step, and the seconds from its last optimizer step to that."""
     arrived_version: int = -1

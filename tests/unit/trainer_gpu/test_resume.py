@@ -1,5 +1,7 @@
 """What a trainer does when it takes up a run: it publishes before it waits, and judges what it finds in the bucket."""
 
+import itertools
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -69,7 +71,9 @@ def test_trainer_publishes_what_it_has_before_it_waits_so_that_nobody_waits_for_
 
 
 @pytest.mark.loop
-def test_step_after_a_version_and_a_held_out_result_tells_of_both(handle: RunHandle, engines: list[TrainerEngine]) -> None:
+def test_step_after_a_version_and_a_held_out_result_tells_of_both_whatever_the_clock_says(
+    handle: RunHandle, engines: list[TrainerEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engines[0]
     progress = Reports()
     token = engine.acquire(AcquireRequest("test", 1), 1, progress).token
@@ -92,7 +96,12 @@ def test_step_after_a_version_and_a_held_out_result_tells_of_both(handle: RunHan
     examine(0, 60)
     step(1)
     published = engine.publish(PublishRequest("test", token, 1, anchor=False, checkpoint=True), progress)
-    step(2)
+    now, hours = time.time(), itertools.count()
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            time, "time", lambda: now - 3600.0 * next(hours)
+        )  # it is set back all the time: a step must not end before it began
+        step(2)
     examine(1, 30)
     step(3)
     assert [metrics.get("changed_fraction") for metrics in seen] == [None, published.changed_fraction, None]
