@@ -129,6 +129,7 @@ def group_mismatch(tokens: Tokens) -> GroupMismatch:
         p99=float(np.quantile(far, 0.99)),
         far_share=float(np.mean(np.abs(log_ratio) > FAR_NATS)),
         ratio_mean=float(ratio.mean()),
+        likeliness=float(np.mean(tokens.log_pi + tokens.entropy)),
     )
 
 

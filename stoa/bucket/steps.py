@@ -56,6 +56,8 @@ class GroupMismatch(NamedTuple):
     """Share of tokens with |ln(pi / mu)| above 0.2."""
     ratio_mean: float
     """Mean of pi / mu: 1 in expectation for an honest sampler, however far the policy has moved."""
+    likeliness: float = 0.0
+    """Mean of ln pi plus the entropy of pi: about 0 for tokens that were drawn from pi, above it where likely ones were preferred."""
 
 
 class Canary(NamedTuple):

@@ -38,15 +38,17 @@ MAX_STRIKES: Final = 3
 """Groups of a host, refused for what no honest Mac sends, that make it suspect."""
 STRIKE_GROUPS: Final = 32
 """Newest groups of a host that its strikes are counted in."""
-LEAST: Final = GroupMismatch(1e-3, 1e-4, 1e-2, 1e-2, 0.0)
+LEAST: Final = GroupMismatch(1e-3, 1e-4, 1e-2, 1e-2, 0.0, 0.0)
 """Added to a measure before its logarithm is taken: below it differences are rounding."""
 DOUBT: Final = 0.25
 """Share of what a measure is corrected by for distance that may be wrong: the policy does not move equally far with each step."""
-_USUAL_SLOPES: Final = (1.0, 2.0, 1.0, 1.5, 0.0)
+_USUAL_SLOPES: Final = (1.0, 2.0, 1.0, 1.5, 0.0, 0.02)
 """Powers of the distance that measures go by where the policy's drift is all there is; what may be wrong where nothing tells."""
 _CLIP: Final = 3.0
-_LEAST_SCALE: Final = (0.25, 0.25, 0.25, 0.25, 0.01)
-_NAMES: Final = ("mean |pi - mu|", "k3", "p99 of |pi - mu|", "share of tokens beyond 0.2 nat", "mean pi / mu")
+_LEAST_SCALE: Final = (0.25, 0.25, 0.25, 0.25, 0.01, 0.01)
+_NUM_LOGS: Final = 4
+"""Measures that are compared by their logarithms; less of them than others have is no fault."""
+_NAMES: Final = ("mean |pi - mu|", "k3", "p99 of |pi - mu|", "share of tokens beyond 0.2 nat", "mean pi / mu", "likeliness of tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +248,8 @@ def _compare(
         effect_M = mean_HM[place] - theirs_M
         doubt_M = doubt_HM[place] / num - doubt_HM[others].sum(0) / num_others
         sigmas_M = np.abs(effect_M) / np.sqrt(variance_M * (1.0 / num + 1.0 / num_others) + between_M + doubt_M**2)
-        # Better agreement than the others' is no fault; only the mean ratio may be off on both sides.
-        sigmas_M[:-1][effect_M[:-1] < 0] = 0.0
+        # Better agreement than the others' is no fault; the mean ratio and the likeliness may be off on both sides.
+        sigmas_M[:_NUM_LOGS][effect_M[:_NUM_LOGS] < 0] = 0.0
         worst = int(sigmas_M.argmax())
         found[str(name)] = Deviation(float(sigmas_M[worst]), float(effect_M[worst]), _NAMES[worst], int(num))
     return found
@@ -262,5 +264,6 @@ def _strata(samples: Sequence[Sample], least_hosts: int) -> dict[tuple[int, int]
 
 
 def _scaled(mismatch: GroupMismatch) -> list[float]:
-    logs = [float(np.log(max(value, 0.0) + least)) for value, least in zip(mismatch[:-1], LEAST[:-1], strict=True)]
-    return [*logs, float(np.clip(mismatch.ratio_mean, 0.0, 2.0))]
+    measured = zip(mismatch[:_NUM_LOGS], LEAST[:_NUM_LOGS], strict=True)
+    logs = [float(np.log(max(value, 0.0) + least)) for value, least in measured]
+    return [*logs, float(np.clip(mismatch.ratio_mean, 0.0, 2.0)), float(np.clip(mismatch.likeliness, -2.0, 2.0))]

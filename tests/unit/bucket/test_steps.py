@@ -77,6 +77,13 @@ def tree(found: StepManifest) -> dict:
     return json.loads(json.dumps(dataclasses.asdict(found)))
 
 
+def test_a_manifest_from_before_likeliness_was_measured_is_read(store):
+    document = tree(manifest(epoch=1))
+    document["mismatches"] = [row[:5] for row in document["mismatches"]]
+    (found,) = read_step(store, RUN, put(store, document, keys.step_manifest(RUN, 1, 1))).mismatches
+    assert found == GroupMismatch(0.01, 0.002, 0.07, 0.03, 1.004, 0.0)
+
+
 def test_a_manifest_comes_back_as_written(store):
     key = write_step(store, manifest())
     assert key == "runs/steps/steps/e1000/s00000001.json"

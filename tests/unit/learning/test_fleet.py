@@ -210,3 +210,18 @@ def test_a_strike_is_outlived_by_good_groups() -> None:
         strike = [Refused(keys.group("toy", 3, "mac-0", step, 0), "mac-0", "wrong_reward")]
         book.note(manifest(step, [], refused=strike, hosts={"mac-0": HostCounts(accepted=16)}))
         assert book.suspects() == (), "one strike in seventeen groups"
+
+
+@pytest.mark.parametrize("moved", [0.15, -0.15])
+def test_a_mac_that_prefers_likely_or_unlikely_tokens_is_suspected_though_its_logprobs_are_true(moved: float) -> None:
+    """Nothing else tells a sampler at temperature 0.7 that reports what the policy says of its tokens."""
+    chance = np.random.default_rng(3)
+    book = FleetBook(DAMNING)
+
+    def of(host: str, lag: int) -> GroupMismatch:
+        drawn = 0.05 * float(chance.standard_normal()) + (moved if host == "mac-2" else 0.0)
+        return mismatch(chance)._replace(likeliness=drawn)
+
+    played(book, 6, of)
+    (found,) = book.suspects()
+    assert (found.host, found.reason.split(" is ")[0]) == ("mac-2", "likeliness of tokens")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from stoa.bucket.steps import GroupMismatch
 from stoa.config.run import Learning
 from stoa.learning.batching import pack
 from stoa.rollouts.records import Group
@@ -265,6 +266,18 @@ def test_mismatch_of_a_group_by_hand() -> None:
     assert found.k3 == pytest.approx((0.0268564 + 0.0 + 0.0945349 + 0.1931472) / 4, abs=1e-6)
     assert found.far_share == pytest.approx(3 / 4)
     assert 0.29 < found.p99 <= 0.3 + 1e-12
+
+
+def test_likeliness_tells_a_cool_sampler_with_true_logprobs_from_one_at_temperature_one() -> None:
+    """By hand for tokens of 0.8 and 0.2, entropy 0.5004: 0 by temperature 1, by 0.5 ln 0.8 * 16/17 + ln 0.2 / 17 + 0.5004."""
+    log_p = np.log(np.array([0.8, 0.2]))
+    found: dict[float, GroupMismatch] = {}
+    for temperature, often in ((1.0, 6800), (0.5, 8000)):
+        drawn = np.repeat(log_p, [often, 8500 - often])
+        found[temperature] = group_mismatch(Tokens(drawn, drawn, np.ones(8500), np.full(8500, 0.500402)))
+    assert found[1.0].likeliness == pytest.approx(0.0, abs=1e-5)
+    assert found[0.5].likeliness == pytest.approx(0.195712, abs=1e-5)
+    assert found[0.5][:5] == found[1.0][:5] == (0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def test_searches_that_found_nothing_are_told_as_a_share_of_all_searches(groups: list[Group]) -> None:
