@@ -4,14 +4,16 @@ A server's trouble is nobody's wrong answer: whatever it does raises Infrastruct
 a cleaned query leaves this file, so nothing that a policy writes can be what breaks a server.
 """
 
+import contextlib
 import http.client
 import json
 import math
+import socket
 import threading
 import time
 import urllib.parse
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -181,29 +183,46 @@ class SearchClient:
         kind = http.client.HTTPSConnection if self._parsed.scheme == "https" else http.client.HTTPConnection
         deadline = time.monotonic() + self._seconds
         connection = kind(self._parsed.hostname or "", self._parsed.port, timeout=self._seconds)
+        # A socket's own limit begins anew with each byte that comes: a server that drips its headers would hold us for ever.
+        held: list[socket.socket] = []
+        guard = threading.Timer(self._seconds, _cut, (connection, held))
+        guard.daemon = True
+        guard.start()
         try:
+            connection.connect()
+            held.append(connection.sock)  # which the connection forgets when the answer's headers have come
             content = None if body is None else json.dumps(body).encode()
             connection.request(method, self._parsed.path.rstrip("/") + path, content, {"Content-Type": "application/json"})
             response = connection.getresponse()
-            answer = _read(response, deadline)
+            answer = _read(response)
             if response.status != http.HTTPStatus.OK:
                 raise ValueError(f"status {response.status}: {answer[:200].decode('utf-8', 'replace')}")
             if len(answer) > _MOST_ANSWER_BYTES:
                 raise ValueError("the answer is too large")
             return json.loads(answer)
+        except _TROUBLE as error:
+            if time.monotonic() < deadline:
+                raise
+            raise TimeoutError("the answer did not come to its end in time") from error
         finally:
+            guard.cancel()
             connection.close()
 
 
-def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
-    """The body, as far as it may be long; a server that sends it byte by byte is told off at the deadline."""
+def _cut(connection: http.client.HTTPConnection, held: Sequence[socket.socket]) -> None:
+    """End a request from another thread: whoever reads from its socket finds the end."""
+    for one in (connection.sock, *held):
+        with contextlib.suppress(OSError, AttributeError):  # it is not there yet, or has gone by itself
+            one.shutdown(socket.SHUT_RDWR)
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
+    """The body, as far as it may be long."""
     parts: list[bytes] = []
     num_bytes = 0
     while num_bytes <= _MOST_ANSWER_BYTES and (part := response.read1(_PART_BYTES)):
         parts.append(part)
         num_bytes += len(part)
-        if time.monotonic() > deadline:
-            raise TimeoutError("the answer did not come to its end in time")
     return b"".join(parts)
 
 
@@ -234,5 +253,10 @@ def _passages(answer: object, top_k: int) -> tuple[Passage, ...]:
         if not isinstance(contents, str):
             raise TypeError("a document without contents")
         score = float(cast("float", entry.get("score", 0.0)))
-        passages.append(Passage(str(document.get("id", "")), contents[:MOST_CONTENT_CHARS], score))
+        passages.append(Passage(_whole(str(document.get("id", ""))), _whole(contents[:MOST_CONTENT_CHARS]), score))
     return tuple(passages)
+
+
+def _whole(text: str) -> str:
+    """JSON can say half a character, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")

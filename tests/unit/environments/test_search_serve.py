@@ -1,5 +1,6 @@
 """The search server and its client over a real socket: Search-R1's form, limits, and trouble that is nobody's wrong answer."""
 
+import contextlib
 import json
 import signal
 import socket
@@ -218,6 +219,38 @@ def test_server_that_drips_is_given_up_in_time() -> None:
         serving.told_off.set()  # pyright: ignore
         serving.shutdown()
         thread.join()
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 200 OK\r\nX: y", b"HTTP/1.1 100 Continue\r\n\r\n"])
+def test_server_that_never_ends_its_headers_is_given_up_in_time(said: bytes) -> None:
+    """A byte at a time, or one interim answer after the other: each read ends soon, all of them never."""
+    told_off = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            while not told_off.is_set():
+                for byte in said:
+                    connection.send(bytes([byte]))
+                told_off.wait(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip, args=(listening,))
+        thread.start()
+        client = SearchClient(f"http://127.0.0.1:{listening.getsockname()[1]}", attempts=1, seconds=0.3)
+        try:
+            with pytest.raises(InfrastructureFaultError, match="in time"):
+                client.search("liver", 3)
+        finally:
+            told_off.set()
+            thread.join()
+
+
+def test_half_a_character_in_an_answer_is_replaced(broken: ThreadingHTTPServer) -> None:
+    """No tokenizer takes one, and what it raised would not be an infrastructure fault."""
+    broken.answers = [(200, rb'{"result": [[{"document": {"id": "\ud800", "contents": "a \udfff b"}, "score": 2}]]}')]  # pyright: ignore
+    client = SearchClient(f"http://127.0.0.1:{broken.server_address[1]}", attempts=1)
+    assert client.search("liver", 3) == (Passage("?", "a ? b", 2.0),)
 
 
 def test_what_several_ask_for_at_once_is_looked_for_once_and_an_outage_is_everybodys() -> None:
