@@ -129,7 +129,7 @@ def _padding_ratio(groups: Sequence[Group]) -> float:
     return max(lengths) * len(lengths) / sum(lengths)
 
 
-def trial(policy: Policy, groups: Sequence[Group], learning: Learning) -> Trial:
+def trial(policy: Policy, groups: Sequence[Group], learning: Learning, num_rounds: int) -> Trial:
     """Alternate steps of both, from the same weights on."""
     policy.load_base()
     plain = PlainTrainer(learning)
@@ -143,7 +143,7 @@ def trial(policy: Policy, groups: Sequence[Group], learning: Learning) -> Trial:
     ours: list[tuple[float, float]] = []
     theirs: list[tuple[float, float]] = []
     largest = 0.0
-    for number in range(NUM_ROUNDS + 1):
+    for number in range(num_rounds + 1):
         ours.append(_timed(packed))
         theirs.append(_timed(lambda: plain.step(batch, denominator)))
         if number == 0:
@@ -193,12 +193,12 @@ def head_peak_bytes(num_tokens: int = HEAD_T, vocab_size: int = HEAD_V, hidden: 
     return peak
 
 
-def measure() -> dict[str, object]:
+def measure(num_rounds: int = NUM_ROUNDS) -> dict[str, object]:
     """All trials, and the head."""
     learning = Learning(gate=Gate())
     policy = Policy(POLICY, learning, seed=0, layout_id=demo_layout().layout_id)
     groups = record(policy, max(STEP_GROUPS))
-    trials = [trial(policy, groups[:num_groups], learning) for num_groups in STEP_GROUPS]
+    trials = [trial(policy, groups[:num_groups], learning, num_rounds) for num_groups in STEP_GROUPS]
     best = trials[-1]
     return {
         "tokens_per_second": round(best.num_tokens / best.packed_seconds, 1),
@@ -225,8 +225,9 @@ def main() -> None:
     """Print the numbers: JSON to standard output, or a few lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="steps of each trainer of which the median counts")
     asked = parser.parse_args()
-    found = measure()
+    found = measure(asked.rounds)
     if asked.json:
         print(json.dumps(found))
         return

@@ -30,7 +30,7 @@ def test_three_engines_agree_and_every_planted_fault_is_seen() -> None:
 @pytest.mark.loop
 @pytest.mark.timeout(300)
 def test_packed_step_is_faster_than_padding_and_the_head_stays_small() -> None:
-    found = shown("trainer")
+    found = shown("trainer", "--rounds", "5")
     assert found["padding_ratio"] >= 1.8
     assert found["speedup_vs_padded_hf"] >= max(1.5, 0.85 * found["padding_ratio"])
     assert found["peak_logits_bytes"] <= 268_435_456 < found["all_logits_bytes"]
@@ -40,9 +40,9 @@ def test_packed_step_is_faster_than_padding_and_the_head_stays_small() -> None:
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 def test_killed_trainer_repeats_nothing_skips_nothing_and_ends_bit_equal() -> None:
-    found = shown("resume", "--kills", "3", "--steps", "8", "--seed", "5")
-    assert (found["num_kills"], found["num_repeats"], found["num_holes"], found["bit_exact"]) == (3, 0, 0, True)
-    assert found["num_groups_consumed"] == 8 * 4
+    found = shown("resume", "--kills", "2", "--steps", "6", "--seed", "5")
+    assert (found["num_kills"], found["num_repeats"], found["num_holes"], found["bit_exact"]) == (2, 0, 0, True)
+    assert found["num_groups_consumed"] == 6 * 4
     assert found["num_metrics_compared"] > 20
 
 

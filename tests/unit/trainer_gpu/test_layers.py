@@ -84,11 +84,10 @@ class PeakBytes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.loop
-@pytest.mark.timeout(280)
-def test_head_of_8192_tokens_and_128000_words_needs_256_mib_at_its_peak_with_gradient() -> None:
-    hidden, weight = draw(8192, 64).requires_grad_(), (0.1 * draw(128_000, 64, seed=1)).requires_grad_()
-    targets = torch.randint(0, 128_000, (8192,), generator=torch.Generator().manual_seed(2))
+def test_head_of_128000_words_needs_256_mib_at_its_peak_with_gradient() -> None:
+    """Of 8192 tokens, too: there `benchmarks.trainer` counts every allocation, and test_shows.py holds it to the same bound."""
+    hidden, weight = draw(1024, 64).requires_grad_(), (0.1 * draw(128_000, 64, seed=1)).requires_grad_()
+    targets = torch.randint(0, 128_000, (1024,), generator=torch.Generator().manual_seed(2))
     with PeakBytes() as seen:
         logprobs, _ = token_logprobs(hidden, weight, targets)
         logprobs.sum().backward()
