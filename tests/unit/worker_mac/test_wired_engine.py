@@ -1,8 +1,10 @@
 """A Mac's engine over a wired set: a real bucket, real updates, groups as one machine would have made them."""
 
+import io
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from stoa.bucket.store import Store
+from stoa.config.run import Rollout
 from stoa.contracts.errors import RankLostError, WiredError, WrongStateError
 from stoa.weights.pulse import Change
 from tests.unit.worker_mac.policies import TINY, model_of, random_state
@@ -19,18 +22,20 @@ from tests.unit.worker_mac.test_engine import groups_of
 from tests.unit.worker_mac.test_wired import same
 from tests.unit.worker_mac.wired import fill, wired_set
 from worker_mac.cluster.lead import WiredSet
-from worker_mac.cluster.parts import part_of
-from worker_mac.cluster.set_engine import SPARE_BYTES, SetPlayer, SetVersions, bytes_of, split_model
-from worker_mac.cluster.split import Strength
+from worker_mac.cluster.parts import PartState, SpreadState, part_of
+from worker_mac.cluster.set_engine import SPARE_BYTES, SetPlayer, SetVersions, bytes_of, joined, split_model
+from worker_mac.cluster.split import Strength, arrays_of, tensors_of
 from worker_mac.cluster.wire import Message
 from worker_mac.engine import MacEngine, Waits
 from worker_mac.forced import Forced
+from worker_mac.guest import Guest
 from worker_mac.memory import Play, plan_memory
 from worker_mac.model_config import read_model_config
 from worker_mac.pace import MOST_TOKENS
 from worker_mac.pages import Pages, PoolKey
 from worker_mac.sampler import seed_of
-from worker_mac.sweep import Casting, Sweep, cast
+from worker_mac.sweep import NOTHING_PLAYED, Casting, Played, Sweep, cast
+from worker_mac.versions import Served
 
 MACS = [Strength(None, 1.0), Strength(None, 1.0)]
 SPANS = [range(2), range(2, 3)]
@@ -134,6 +139,47 @@ def test_a_change_is_applied_on_each_mac_as_it_is_on_one(wired: WiredSet) -> Non
     assert not len(part_of(change, state.layout, []).positions)
 
 
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_copies_of_the_embedding_that_differ_have_the_digest_of_neither(wired: WiredSet, damaged: int) -> None:
+    state = random_state(TINY)
+    fill(wired, state)
+    whole = wired.weights.state
+    assert whole.tensor_digests()[EMBEDDING] == state.tensor_digests()[EMBEDDING]
+    if damaged:
+        wired.ranks.put(1, EMBEDDING, 0, memoryview(b"\1\2\3"))
+    else:
+        wired.weights.part.put(EMBEDDING, 0, b"\1\2\3")
+    assert whole.tensor_digests()[EMBEDDING] == "" and whole.state_id() != state.state_id()
+
+
+class Deaf:
+    """Another Mac that takes nothing of what it is given."""
+
+    def __init__(self, part: PartState) -> None:
+        self.part = part
+
+    def put(self, rank: int, name: str, at: int, data: memoryview) -> None:
+        pass
+
+    def digests(self, rank: int, names: tuple[str, ...]) -> dict[str, str]:
+        return self.part.digests_of(names)
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, "model.layers.2.conv.in_proj.weight"])
+def test_bytes_that_did_not_arrive_on_every_mac_that_holds_them_are_not_accepted(name: str) -> None:
+    state = random_state(TINY)
+    layout, parts = state.layout, []
+    for span in SPANS:
+        parts.append({one.name: np.zeros_like(state.arrays[one.name]) for one in arrays_of(layout, span, 3)})
+    holders = [{spec.name for spec in tensors_of(layout, span, 3)} for span in SPANS]
+    spread = SpreadState(layout, parts[0], holders, Deaf(PartState(layout, parts[1])))
+    data = io.BytesIO(state.arrays[name].tobytes())
+    assert spread.fill(name, data.readinto, name) != state.tensor_digests()[name]
+
+
 def test_a_plan_for_weights_that_a_mac_does_not_have_is_refused(wired: WiredSet) -> None:
     fill(wired, random_state(TINY))
     decoder = wired.decoder(9, 4)
@@ -189,6 +235,41 @@ def test_a_sweep_is_as_wide_as_the_mac_with_least_room_allows_whichever_it_is() 
         player._macs = [Strength(room if rank == tight else 1 << 50, 1.0) for rank in range(2)]
         plan = player._narrowest(asked, 8)
         assert (plan.groups, plan.num_pages) == (2, pages)
+
+
+def test_halves_of_a_sweep_take_together_what_was_planned(wired: WiredSet, tmp_path: Path) -> None:
+    state, config, environment, rollout = random_state(TINY), read_model_config(TINY), Dialogue(), Rollout()
+    fill(wired, state)
+    places = {"folder": tmp_path, "state_folder": tmp_path}
+    player = SetPlayer(wired, MACS, environment, rollout, state.layout, config, Guest(), **places)
+    size = rollout.group_size
+    who = [Casting(group, str(group), 1000 * group + episode) for group in range(4) for episode in range(size)]
+    # Room for two of the four groups at once.
+    asked = player._play_of("0")
+    plans = [
+        plan_memory(bytes_of(config, state.layout, span, 4), asked, most_groups=2, memory_bytes=None, step_tokens=MOST_TOKENS)
+        for span in SPANS
+    ]
+    macs = [Strength(plan.total_bytes, 1.0) for plan in plans]
+    player = SetPlayer(wired, macs, environment, rollout, state.layout, config, Guest(), **places)
+    found = {}
+    served = Served(0, "", wired.model, wired.weights)
+    played = player.play(served, who, found.__setitem__, should_stop=lambda: False, on_step=lambda *_: None)
+    assert played.ended and played.num_episodes == 4 * size and sorted(found) == [0, 1, 2, 3]
+    made = player._made
+    assert made and made.num_pages <= max(plan.num_pages for plan in plans) + 1
+    # A slot for each row of two groups, one for each question's stem, and the scrap one.
+    assert made.num_slots <= 2 * size + 4 + 1
+    _, expected = play(model_of(TINY, state), environment, who)
+    same(found, expected)
+
+
+def test_what_halves_did_is_told_as_of_one_sweep() -> None:
+    one = Played(True, 4, 1, 40, 20, 3.0, 10, 2.0, 1, 6, 12.0)
+    other = Played(True, 2, 0, 10, 5, 1.0, 7, 3.0, 2, 3, 6.0)
+    assert joined([one, other]) == Played(True, 6, 1, 50, 25, 4.0, 17, 3.0, 3, 9, (12.0 * 4 + 6.0 * 2) / 6)
+    assert not joined([one, replace(other, ended=False)]).ended
+    assert joined([NOTHING_PLAYED]).mean_tokens == 0.0
 
 
 def test_a_stage_without_experts_asks_for_no_expert_kernel() -> None:
