@@ -29,6 +29,9 @@ PERMISSIONS: Final = "permissions"
 BANDWIDTH: Final = "bandwidth"
 NO_KEY: Final = "set STOA_BUCKET_KEY and STOA_BUCKET_SECRET"
 SAMPLE_BYTES: Final = 8 << 20
+FIRST_PROBE_BYTES: Final = 1 << 20
+QUICK_SECONDS: Final = 0.5
+"""A first probe that is up sooner is followed by one of `SAMPLE_BYTES`, which then takes 4 s at most."""
 SAMPLE_SECONDS: Final = 2.0
 SMALL_SAMPLE_BYTES: Final = 4 << 20
 """A smaller object is here before a line has come up to its speed."""
@@ -150,11 +153,12 @@ def check_bandwidth(scene: Scene) -> Finding | None:
         return None
     num_bytes, down, up = line
     said = f"down {bytes_text(down)}/s" + ("" if up is None else f", up {bytes_text(up)}/s")
-    if num_bytes < SMALL_SAMPLE_BYTES:
+    small = num_bytes < SMALL_SAMPLE_BYTES and not scene.is_home
+    if small:
         said += f" by an object of {bytes_text(num_bytes)}, most of it the time until a server answers"
     weights = scene.layout.num_bytes if scene.layout is not None else 0
     join_seconds = weights / down
-    said += f"; a first join takes {bytes_text(weights)}, about {time_text(join_seconds)}"
+    said += f"; a first join takes {bytes_text(weights)}, {'less than' if small else 'about'} {time_text(max(1.0, join_seconds))}"
     if join_seconds > SLOW_SECONDS:
         return warn(BANDWIDTH, said, "a wired line or another place; joining again later takes much less")
     return good(BANDWIDTH, said)
@@ -174,11 +178,34 @@ def _measured(scene: Scene) -> tuple[int, float, float | None] | None:
     sample = max(scene.run.model_files, key=lambda file: file.num_bytes, default=None)
     if sample is None:
         return None
-    anchor = _anchor_part(store, scene) if scene.is_home else None
-    key, size = anchor or (sample.key, sample.num_bytes)
+    if not scene.is_home:
+        num_bytes = min(sample.num_bytes, SAMPLE_BYTES)
+        return num_bytes, _rate(lambda: _download(store, sample.key, num_bytes)), None
+    key, size = _anchor_part(store, scene) or (sample.key, sample.num_bytes)
+    there = size >= SMALL_SAMPLE_BYTES
+    num_bytes, down, up = _probed(store, download=not there)
+    if not there:
+        return num_bytes, down, up
     num_bytes = min(size, SAMPLE_BYTES)
-    down = _rate(lambda: _download(store, key, num_bytes))
-    return num_bytes, down, _rate(lambda: _upload(store)) if scene.is_home else None
+    return num_bytes, _rate(lambda: _download(store, key, num_bytes)), up
+
+
+def _probed(store: Store, *, download: bool) -> tuple[int, float, float]:
+    """Bytes of an object of our own, and both rates by it: down is 0 without `download`. The line decides how large it is."""
+    down = up = 0.0
+    num_bytes = FIRST_PROBE_BYTES
+    while True:
+        key, data = keys.probe(secrets.token_hex(8)), secrets.token_bytes(num_bytes)
+        try:
+            up = _rate(lambda key=key, data=data: _upload(store, key, data))
+            quick = num_bytes / up < QUICK_SECONDS and num_bytes < SAMPLE_BYTES
+            if download and not quick:
+                down = _rate(lambda key=key, size=num_bytes: _download(store, key, size))
+        finally:
+            store.delete([key])
+        if not quick:
+            return num_bytes, down, up
+        num_bytes = SAMPLE_BYTES
 
 
 def _anchor_part(store: Store, scene: Scene) -> tuple[str, int] | None:
@@ -198,12 +225,8 @@ def _download(store: Store, key: str, num_bytes: int) -> int:
     return done
 
 
-def _upload(store: Store) -> int:
-    key, data = keys.probe(secrets.token_hex(8)), secrets.token_bytes(1 << 20)
-    try:
-        store.create(key, data)
-    finally:
-        store.delete([key])
+def _upload(store: Store, key: str, data: bytes) -> int:
+    store.create(key, data)
     return len(data)
 
 

@@ -115,11 +115,34 @@ def test_a_key_that_is_no_good_is_told_with_what_to_do(store: Store, tmp_path: P
         bucket.check_bucket(scene_at(wrong, tmp_path))
 
 
+class Slow(Store):
+    """A line on which a megabyte takes more than half a second."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.sizes: list[int] = []
+
+    def create(self, key: str, data: bytes | bytearray | memoryview, *, kind: str = "") -> str:
+        self.sizes.append(len(data))
+        time.sleep(0.6)
+        return super().create(key, data, kind=kind)
+
+
 def test_the_way_to_the_bucket_is_measured_both_ways(store: Store, published: Publishing, tmp_path: Path) -> None:
     found = bucket.check_bandwidth(scene_at(store, tmp_path))
     assert found is not None and found.verdict == "pass", found
     assert "down " in found.found and ", up " in found.found and "a first join takes 307.9 kB" in found.found
-    assert "most of it the time until a server answers" in found.found
+    assert "most of it" not in found.found, "the anchor is small: where we may write, a larger object of our own is measured by"
+    assert names_of(store) == []
+    mac = bucket.check_bandwidth(scene_at(macs_store(store), tmp_path, "mac"))
+    assert mac is not None and "most of it the time until a server answers; a first join takes 307.9 kB, less than" in mac.found
+
+
+def test_a_slow_line_gets_no_second_and_larger_probe(store: Store, published: Publishing, tmp_path: Path) -> None:
+    slow = Slow(store.settings, store._credentials)
+    found = bucket.check_bandwidth(scene_at(slow, tmp_path))
+    assert found is not None and found.verdict == "pass", found
+    assert slow.sizes == [1 << 20]
     assert names_of(store) == []
 
 
