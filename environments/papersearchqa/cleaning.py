@@ -7,7 +7,6 @@ the paper at the border can stand on both sides. Files are JSON lines or parquet
 
 import ast
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,15 +15,15 @@ from pathlib import Path
 from typing import Final, cast
 
 from environments.base import Split
-from environments.papersearchqa.questions import Built, Row, plain, write_questions
+from environments.papersearchqa.questions import PINNED, Built, Row, pinned, plain, write_questions
 from environments.search.reward import says_something
 from stoa.contracts.errors import ConfigError, MissingExtraError, ModelMissingError
 
 PAPERSEARCHQA: Final = "jmhb/PaperSearchQA"
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@([0-9a-f]{40})")
 FETCHED: Final = "fetched.txt"
 """In a fetched folder: the name and commit of the data set in it."""
 _WANTED: Final = ("*.parquet", "*.jsonl", "*.jsonl.gz", "*.jsonl.zst")
+_COLUMNS: Final = "the columns are question, golden_answers (or answer), pmid, paper_title, ..."
 _EXAMPLES: Final = 5
 _MARKS: Final[Mapping[Split, str]] = {"train": "q", "held_out": "h", "transfer": "x"}
 """How the ids of a split begin."""
@@ -66,7 +65,7 @@ class Report:
 def build_questions(source: Path, folder: Path, transfer: Path | None = None) -> tuple[str, Report]:
     """Build `folder` from the files of `source` and, for the transfer set, of `transfer`. Returns its id and the report.
 
-    Raises ConfigError if files or columns are missing, or a leak is left after cleaning.
+    Raises ConfigError if files or columns are missing, no question is left, or a leak is left after cleaning.
     """
     report = Report(source=source_of(source))
     raw: dict[Split, Iterable[Fields]] = {
@@ -75,7 +74,15 @@ def build_questions(source: Path, folder: Path, transfer: Path | None = None) ->
         "transfer": [] if transfer is None else read_split(transfer, ""),
     }
     built = clean({split: list(rows) for split, rows in raw.items()}, report)
+    for split in ("train", "held_out"):
+        if not built[split]:
+            raise ConfigError(f"{source}: no {split} question is left of {report.read[split]} rows{_removed(report, split)}", hint=_COLUMNS)
     return write_questions(folder, built, report.as_json()), report
+
+
+def _removed(report: Report, split: Split) -> str:
+    reasons = [f"{num} {key.partition(': ')[2]}" for key, num in report.removed.items() if key.startswith(f"{split}: ")]
+    return f": {', '.join(reasons)}" if reasons else ""
 
 
 def clean(raw: Mapping[Split, list[Fields]], report: Report) -> Built:
@@ -128,17 +135,12 @@ def fetch(name: str, folder: Path, *, endpoint: str | None = None) -> None:
     Raises ConfigError for a name without a pinned commit, or a folder that holds another one's files, ModelMissingError if
     the hub cannot be reached or lacks it.
     """
-    named = _NAME.fullmatch(name)
-    if named is None:
-        raise ConfigError(
-            f"{name}: no data set with its commit pinned", hint=f"give OWNER/NAME@COMMIT, for example {PAPERSEARCHQA}@ and 40 characters"
-        )
+    owner_name, revision = pinned(name)
     try:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - only where data are fetched
         from huggingface_hub.errors import HfHubHTTPError, IncompleteSnapshotError, LocalEntryNotFoundError  # noqa: PLC0415
     except ImportError as error:
         raise MissingExtraError("a hub's data are fetched with huggingface_hub", hint="run `pip install 'stoa[papers]'`") from error
-    owner_name, revision = named.groups()
     folder.mkdir(parents=True, exist_ok=True)
     if (there := source_of(folder)) not in ("", name):
         raise ConfigError(f"{folder} holds {there}: files of two data sets would be mixed", hint="fetch into another folder")
@@ -162,7 +164,7 @@ def source_of(place: Path) -> str:
         said = (place / FETCHED).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
-    return said if _NAME.fullmatch(said) else ""
+    return said if PINNED.fullmatch(said) else ""
 
 
 def _with_answers(split: Split, entries: Iterable[Fields], report: Report) -> Iterator[tuple[Row, str]]:
@@ -238,10 +240,10 @@ def _json_lines(path: Path) -> Iterator[Fields]:
                 continue
             try:
                 entry = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number}: not JSON: {error}", hint="fetch the file again") from error
             if not isinstance(entry, dict) or "question" not in entry:
-                raise ConfigError(f"{path}, line {number}: no question in it", hint="the columns are question, golden_answers, pmid, ...")
+                raise ConfigError(f"{path}, line {number}: no question in it", hint=_COLUMNS)
             yield cast("Fields", entry)
 
 

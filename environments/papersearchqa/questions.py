@@ -7,6 +7,7 @@ its corpus. Building a folder from the published data is `cleaning.py`'s.
 import atexit
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,12 +41,25 @@ class Row:
     paraphrased: bool = False
 
 
+PINNED: Final = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@([0-9a-f]{40})")
 Built = Mapping[Split, Sequence[Row]]
 
 
 def plain(text: str) -> str:
     """A text by its words alone: what two wordings that differ in case, punctuation or accents share."""
     return " ".join(terms_of(text))
+
+
+def pinned(source: str) -> tuple[str, str]:
+    """Name and commit of a data set, OWNER/NAME@COMMIT. Raises ConfigError, which says how a commit is found, for anything else."""
+    found = PINNED.fullmatch(source)
+    if found is not None:
+        return found[1], found[2]
+    name = source.partition("@")[0]
+    raise ConfigError(
+        f"{source}: no data set with its commit pinned",
+        hint=f"give {name}@COMMIT; `git ls-remote https://huggingface.co/datasets/{name} HEAD` prints the newest, of 40 characters",
+    )
 
 
 def leaks(built: Built) -> list[str]:
@@ -104,6 +118,8 @@ def load_questions(folder: Path, questions_id: str = "", source: str = "") -> di
 
     Raises FormatError for a folder that is none, ConfigError for one with leaks or of another id or source than wanted.
     """
+    if source:
+        pinned(source)
     found = folder_id(folder)
     if questions_id and found != questions_id:
         raise ConfigError(
@@ -119,8 +135,10 @@ def load_questions(folder: Path, questions_id: str = "", source: str = "") -> di
     questions = {
         row.id: Question(row.id, row.question, row.answers, split, row.pmid or row.title) for split, rows in built.items() for row in rows
     }
-    if len(questions) != sum(map(len, built.values())) or not built["train"] or not built["held_out"]:
-        raise FormatError(f"{folder}: a question id stands twice, or a split is empty", hint="build the questions again")
+    if len(questions) != sum(map(len, built.values())):
+        raise FormatError(f"{folder}: a question id stands twice", hint="build the questions again")
+    if not built["train"] or not built["held_out"]:
+        raise FormatError(f"{folder}: there is no question to train on, or none held out", hint="build the questions again")
     return questions
 
 

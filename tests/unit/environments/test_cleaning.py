@@ -145,6 +145,9 @@ def test_unfit_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{")
     with pytest.raises(ConfigError, match="not JSON"):
         list(read_split(tmp_path, "train"))
+    (tmp_path / "train.jsonl").write_text('{"question": "a", "golden_answers": ' + "[" * 99_999 + "]" * 99_999 + "}")
+    with pytest.raises(ConfigError, match="not JSON"):
+        list(read_split(tmp_path, "train"))
     parquet.write_table(pyarrow.table({"query": ["a"]}), tmp_path / "train2.parquet")
     with pytest.raises(ConfigError, match="no column called question"):
         list(read_split(tmp_path / "train2.parquet", "train"))
@@ -160,8 +163,35 @@ def test_damaged_question_folder_is_refused(tmp_path: Path, line: str) -> None:
     with pytest.raises(FormatError, match="line 1"):
         load_questions(tmp_path)
     (tmp_path / "train.jsonl").write_text("")
-    with pytest.raises(FormatError, match="empty"):
+    with pytest.raises(FormatError, match="no question to train on"):
         load_questions(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("train", "why"),
+    [
+        ([], "of 0 rows"),
+        ([{"question": "Which gene?", "gold": "ABC"}] * 2, "of 2 rows: 2 no answer that says something"),
+        (
+            [{"question": "", "answer": "ABC"}, {"question": "Which gene?", "answer": "the"}],
+            "1 no question, 1 no answer that says something",
+        ),
+        ([{"question": "Which drug?", "answer": "ABC", "pmid": "9"}], "1 paper is in the exam"),
+    ],
+)
+def test_a_build_that_leaves_no_question_says_what_became_of_the_rows(tmp_path: Path, train: list[dict[str, str]], why: str) -> None:
+    exam = {"question": "Which disease?", "answer": "DEF", "pmid": "9"}
+    for split, rows in (("train", train), ("test", [exam])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=why) as caught:
+        build_questions(tmp_path, tmp_path / "built")
+    assert "golden_answers" in caught.value.hint and not (tmp_path / "built").exists()
+
+
+def test_a_source_without_its_commit_is_refused_with_the_way_to_find_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="jmhb/PaperSearchQA: no data set with its commit pinned") as caught:
+        load_questions(tmp_path, source="jmhb/PaperSearchQA")
+    assert "git ls-remote https://huggingface.co/datasets/jmhb/PaperSearchQA HEAD" in caught.value.hint
 
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
