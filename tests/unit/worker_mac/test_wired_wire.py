@@ -136,6 +136,16 @@ def test_the_watchdog_names_what_is_stuck_and_lets_alone_what_ends() -> None:
         while not said and time.monotonic() < deadline:
             time.sleep(0.02)
     assert said == ["hidden states for the next Mac has not ended in 0.4 s"]
+    # What lies around something that ended well is watched on.
+    said.clear()
+    dog = Watchdog(said.append, 0.4)
+    with dog.over("sums of all Macs"):
+        with dog.over("headers of all Macs"):
+            pass
+        deadline = time.monotonic() + 20
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert said == ["sums of all Macs has not ended in 0.4 s"]
 
 
 def options(port: int, folder: Path) -> ranks.Options:
@@ -221,6 +231,17 @@ def test_an_interrupted_step_of_one_half_is_made_good_in_both() -> None:
         assert all(one.ended for one in lanes.run(halves))
     assert 1 <= breaking.resets <= 3
     same(found, expected)
+
+
+def test_a_half_whose_caches_were_thrown_away_while_it_thought_computes_nothing_on_them() -> None:
+    lanes = Lanes(Interrupting(None, set()))
+    lane = Lane(lanes, 0, 0)
+    lanes.generation += 1
+    none = np.zeros(0, np.int32)
+    work = Work(none.astype(np.intp), none, none, none.astype(bool), none, none, none, [], [])
+    with pytest.raises(GpuInterruptedError, match="of another half"):
+        lane.step(work, np.zeros(0, np.float32))
+    assert lanes._asked.empty()
 
 
 def test_halves_in_one_pool_never_use_a_page_or_a_slot_of_each_other() -> None:
