@@ -157,7 +157,7 @@ def write_step(store: Store, manifest: StepManifest) -> str:
 
     Raises:
         NonFiniteError: a metric is NaN or infinite: leave out what was not measured.
-        FormatError: a group is in it twice, or is no group of this run.
+        FormatError: a group is in it twice, or is no group of this run; or a field is none that `read_step` takes.
         ObjectExistsError: this lease has another manifest of this step already.
     """
     for name, value in manifest.metrics.items():
@@ -165,7 +165,9 @@ def write_step(store: Store, manifest: StepManifest) -> str:
             raise NonFiniteError(f"step {manifest.step}: metric {name} is {value}", hint="leave out what was not measured")
     key = keys.step_manifest(manifest.run, manifest.epoch, manifest.step)
     _check(manifest, key)
-    store.create(key, canonical(_STEP.dump_python(manifest, mode="json")))
+    data = canonical(_STEP.dump_python(manifest, mode="json"))
+    validate(_STEP, data, key)  # nobody could follow the run beyond a step that cannot be read
+    store.create(key, data)
     return key
 
 

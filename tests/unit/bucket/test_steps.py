@@ -106,6 +106,17 @@ def test_the_object_is_canonical_json(store):
     assert text == json.dumps(tree(manifest()), sort_keys=True, separators=(",", ":"))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"train_seconds": -1.0}, {"distances": (-1,)}, {"hosts": {"mac-a": HostCounts(peak_memory_bytes=-1)}}, {"started_at": "now"}],
+    ids=str,
+)
+def test_step_that_nobody_could_read_is_not_written(store, changes: dict[str, object]) -> None:
+    with pytest.raises(FormatError):
+        write_step(store, manifest(**changes))
+    assert list(store.list(keys.root(RUN))) == []
+
+
 def test_a_step_is_written_once_a_lease(store):
     write_step(store, manifest())
     write_step(store, manifest())

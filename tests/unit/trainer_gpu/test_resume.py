@@ -98,9 +98,7 @@ def test_step_after_a_version_and_a_held_out_result_tells_of_both_whatever_the_c
     published = engine.publish(PublishRequest("test", token, 1, anchor=False, checkpoint=True), progress)
     now, hours = time.time(), itertools.count()
     with monkeypatch.context() as patched:
-        patched.setattr(
-            time, "time", lambda: now - 3600.0 * next(hours)
-        )  # it is set back all the time: a step must not end before it began
+        patched.setattr(time, "time", lambda: now - 3600.0 * next(hours))  # set back all the time
         step(2)
     examine(1, 30)
     step(3)
