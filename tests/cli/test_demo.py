@@ -144,17 +144,17 @@ def test_demo_ends_at_its_last_step_reports_and_leaves_nothing(tmp_path: Path) -
 @pytest.mark.timeout(300)
 def test_kill_of_a_mac_and_of_the_trainer_loses_and_doubles_nothing(tmp_path: Path) -> None:
     out = tmp_path / "demo"
-    process = start(out, "--set", "stop.max_steps=32", "--workers", "2", "--minutes", "4.5", "--set", "publish.anchor_every_versions=4")
+    process = start(out, "--set", "stop.max_steps=20", "--workers", "2", "--minutes", "4.5", "--set", "publish.anchor_every_versions=4")
     wait_for(lambda: steps_done(out) >= 4, 120, process)
     os.kill(processes(out)["mac-2"], signal.SIGKILL)
-    wait_for(lambda: steps_done(out) >= 12, 120, process)
+    wait_for(lambda: steps_done(out) >= 10, 120, process)
     os.kill(processes(out)["trainer"], signal.SIGKILL)
     said = process.communicate(timeout=250)[1]
     assert process.returncode == 0, said
     report = json.loads((out / "report.json").read_text())
-    assert report["steps"] == 32
+    assert report["steps"] == 20
     assert report["audit"] == {**report["audit"], "clean": True, "groups_trained_twice": 0, "versions_published_twice": 0}
-    assert report["groups_trained"] == 32 * 8
+    assert report["groups_trained"] == 20 * 8
     assert report["restarts"] == {"mac-2": 1, "trainer": 1}
     assert nothing_left(out)
 
