@@ -225,7 +225,7 @@ class _Watch:
         progress.say(f"run {config.run}: {config.model} on {config.environment.name}, seed {config.seed}")
         progress.say(f"parts: Temporal, bucket, trainer, {counted(self._options.workers, 'Mac')}, all on this machine")
         full = bytes_text(self._layout_bytes)
-        progress.say(f"full weights are {full} in int8, an anchor has headers besides; each version after the first is a delta")
+        progress.say(f"weights are {full} in int8; an anchor holds them all, and headers; each version after the first is a delta")
         progress.say(f"ends after {config.stop.max_steps} steps, or {counted(self._options.minutes, 'minute')}")
         progress.say(f"Temporal page: {self._ui_url}")
         progress.say(f"logs: {out / 'logs'}   report: {out / 'report.html'}   Ctrl-C stops everything")

@@ -69,7 +69,7 @@ def version_line(settings: RunConfig, layout: Layout) -> str:
     often = settings.publish.anchor_every_versions
     return (
         f"about {say.bytes_text(delta)} a version if it changes {CHANGED_FRACTION:.1%} of the codes, "
-        f"and {say.bytes_text(layout.num_bytes)} of full weights every {say.counted(often, 'version')}"
+        f"and an anchor, {say.bytes_text(layout.num_bytes)} of weights and headers, every {say.counted(often, 'version')}"
     )
 
 

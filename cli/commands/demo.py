@@ -66,7 +66,7 @@ def tell(folder: Path, summary: "Summary") -> None:
             f"held-out pass@1 {exam.start:.3f} -> {exam.end:.3f} ({low:.3f} to {high:.3f}, {say.counted(exam.num_questions, 'question')})"
         )
         say.talk(f"search rate     {search.start:.3f} -> {search.end:.3f}")
-    ratio = f", {summary.anchor_to_delta_ratio:.1f} times smaller than full weights" if summary.anchor_to_delta_ratio else ""
+    ratio = f", {summary.anchor_to_delta_ratio:.1f} times smaller than an anchor" if summary.anchor_to_delta_ratio else ""
     say.talk(f"median delta    {say.bytes_text(summary.delta_bytes_median)}{ratio}")
     if summary.idle_reason:
         for number, reason in enumerate(summary.idle_reason.split("; ")):

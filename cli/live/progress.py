@@ -165,7 +165,7 @@ def _numbers(record: RunRecord) -> RenderableType:
         said.append(f"held-out pass@1 {last.pass_at_1:.3f}, search rate {last.search_rate:.3f} (version {last.version})")
     deltas = [row.delta_bytes for row in record.versions if row.delta_bytes]
     if deltas:
-        said.append(f"delta {bytes_text(deltas[-1])} of {bytes_text(record.versions[-1].anchor_bytes)}")
+        said.append(f"delta {bytes_text(deltas[-1])}, anchor {bytes_text(record.versions[-1].anchor_bytes)}")
     return Text("   ".join(said))
 
 

@@ -17,6 +17,11 @@ from cli.report.record import RunRecord
 from cli.report.summary import wilson_95
 
 _SMOOTH_STEPS: Final = 8
+_SHARES: Final = {
+    "trainer_wait_share": "of its time the trainer waited",
+    "batch_occupancy_mean": "of a Mac's places are filled",
+    "prefix_hit_mean": "of prompt tokens were in a Mac's cache",
+}
 _MOST_LINES: Final = 3
 """Macs that have a line of their own; of a larger fleet only the sum is drawn."""
 
@@ -45,6 +50,9 @@ def _reward(record: RunRecord, axes: Axes) -> None:
     axes.plot(steps, _smooth(values), color=SERIES[0], linewidth=2, label=f"mean of {_SMOOTH_STEPS} steps")
     search = np.array([row.metrics.get("search_rate", np.nan) for row in record.steps])
     axes.plot(steps, _smooth(search), color=SERIES[1], linewidth=2, label="search rate")
+    if _has("empty_retrieval_rate")(record):
+        empty = np.array(_values(record, "empty_retrieval_rate"))
+        axes.plot(steps, _smooth(empty), color=SERIES[2], linewidth=1.5, label="searches that find nothing")
     axes.set(xlabel="optimizer step", ylabel="mean over episodes", ylim=(0, 1.02))
     whole_numbers(axes)
     legend(axes)
@@ -76,9 +84,7 @@ def _bytes(record: RunRecord, axes: Axes) -> None:
     rows = [row for row in record.versions if row.delta_bytes]
     axes.bar([row.version for row in rows], [row.delta_bytes for row in rows], color=SERIES[0], width=0.8, label="delta")
     anchors = sorted({row.anchor_version: row.anchor_bytes for row in record.versions if row.anchor_bytes}.items())
-    axes.plot(
-        [v for v, _ in anchors], [b for _, b in anchors], color=SERIES[1], marker="D", linestyle="none", label="anchor (full weights)"
-    )
+    axes.plot([v for v, _ in anchors], [b for _, b in anchors], color=SERIES[1], marker="D", linestyle="none", label="anchor (all weights)")
     axes.set(xlabel="version", ylabel="bytes", ylim=(0, None))
     axes.yaxis.set_major_formatter(as_bytes())
     whole_numbers(axes)
@@ -132,6 +138,16 @@ def _fleet_speed(record: RunRecord, axes: Axes) -> None:
         for colour, host in zip(SERIES[1:], hosts, strict=False):
             axes.plot(list(speeds), [of_host.get(host, 0.0) for of_host in speeds.values()], color=colour, linewidth=1, label=host)
     axes.set(xlabel="version the steps began from", ylabel="sampled tokens a second", ylim=(0, None))
+    whole_numbers(axes)
+    legend(axes)
+
+
+def _busy(record: RunRecord, axes: Axes) -> None:
+    steps = [row.step for row in record.steps]
+    for colour, (metric, label) in zip(SERIES, _SHARES.items(), strict=False):
+        if _has(metric)(record):
+            axes.plot(steps, _smooth(np.array(_values(record, metric))), color=colour, linewidth=2, label=label)
+    axes.set(xlabel="optimizer step", ylabel=f"share, mean of {_SMOOTH_STEPS} steps", ylim=(0, 1.02))
     whole_numbers(axes)
     legend(axes)
 
@@ -266,10 +282,18 @@ FIGURES: Final = (
         _trainer_time,
     ),
     Drawn(
+        "busy",
+        "fleet",
+        "How busy both sides are",
+        "By the trainer's clock, and as Macs say themselves of the groups they sent.",
+        lambda record: any(_has(metric)(record) for metric in _SHARES),
+        _busy,
+    ),
+    Drawn(
         "bytes",
         "bytes",
         "What a version weighs",
-        "Bytes a Mac pulls for each version, against the full weights.",
+        "Bytes a Mac pulls for each version, against an anchor.",
         lambda record: any(row.delta_bytes for row in record.versions),
         _bytes,
     ),

@@ -102,7 +102,7 @@ def test_run_that_is_not_there_is_named(services: Server, command: tuple[str, ..
 def test_used_run_name_is_refused_and_resume_is_named(services: Server, tmp_path: Path) -> None:
     first = stoa("run", "--detach", "--set", "run=twice", env=services.env)
     assert first.returncode == 0, first.stderr
-    for part in ("ends at   96 steps", "stoa stop twice", "full weights", "trainer_gpu.worker"):
+    for part in ("ends at   96 steps", "stoa stop twice", "an anchor, ", "trainer_gpu.worker"):
         assert part in first.stderr
     second = stoa("run", "--detach", "--set", "run=twice", env=services.env)
     assert second.returncode == 2

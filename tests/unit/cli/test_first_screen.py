@@ -30,7 +30,7 @@ def test_every_promised_line_is_there() -> None:
         "run mine is started: environments/search/policy on search",
         "2: mac-1, mac-2",
         f"about {bytes_text(delta)} a version",
-        "of full weights every 5 versions",
+        "of weights and headers, every 5 versions",
         "ends at   8 steps",
         "worker mine.toml",
         "runs/mine/report.html",

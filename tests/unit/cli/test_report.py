@@ -7,9 +7,12 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from cli.report.curves import FIGURES
 from cli.report.record import HostShare, RunRecord, Told
 from cli.report.summary import summarise
 from cli.report.write import metric_rows, page, said_of, write_report
@@ -49,7 +52,7 @@ class Tags(HTMLParser):
 
 def whole() -> RunRecord:
     """A run with everything a report can draw and tell."""
-    more = {"entropy": 0.5, "staleness_0": 1.0, "staleness_2": 3.0}
+    more = {"entropy": 0.5, "staleness_0": 1.0, "staleness_2": 3.0, "trainer_wait_share": 0.4}
     steps = tuple(
         replace(one, metrics={**one.metrics, **more}, hosts={"mac-1": HostShare(accepted=2, sampled_tokens=50)})
         for one in (step(n, version=(n - 1) // 2) for n in (1, 2, 3, 4))
@@ -76,11 +79,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_files_are_written(folder: Path) -> None:
     assert {p.name for p in folder.iterdir()} == {"report.json", "metrics.jsonl", "report.html", "plots"}
     names = {"learning", "reward", "distance", "entropy", "staleness", "staleness_histogram", "fleet_speed", "trainer_time"}
-    names |= {"bytes", "changed", "bytes_by_kind", "cost", "timeline", "star"}
+    names |= {"busy", "bytes", "changed", "bytes_by_kind", "cost", "timeline", "star"}
     assert {p.name for p in (folder / "plots").iterdir()} == {f"{n}.{kind}" for n in names for kind in ("png", "svg")}
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (folder / "plots").glob("*.png"))
     for picture in (folder / "plots").glob("*.svg"):
         assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
+
+
+def test_waits_of_the_trainer_filled_places_and_empty_searches_are_drawn() -> None:
+    told = [{"trainer_wait_share": 0.2, "batch_occupancy_mean": 0.9, "empty_retrieval_rate": 0.0}, {"trainer_wait_share": 0.4}]
+    run = record(steps=tuple(step(n, metrics=metrics) for n, metrics in enumerate(told, 1)))
+    figures = {one.name: one for one in FIGURES}
+    lines: dict[str, list[float]] = {}
+    for name in ("busy", "reward"):
+        axes = Figure().subplots()
+        figures[name].draw(run, axes)
+        lines |= {str(line.get_label()): [float(y) for y in np.asarray(line.get_ydata())] for line in axes.get_lines()}
+    assert lines["of its time the trainer waited"] == pytest.approx([0.2, 0.3])  # the mean of what there is so far
+    assert lines["of a Mac's places are filled"] == pytest.approx([0.9, 0.9])
+    assert lines["searches that find nothing"] == pytest.approx([0.0, 0.0])
+    assert "of prompt tokens were in a Mac's cache" not in lines, "nobody told"
+    assert not figures["busy"].has_data(record())
 
 
 def test_no_picture_is_cut_at_its_edge(folder: Path) -> None:
