@@ -96,18 +96,21 @@ def write_checkpoint(base: Path, out: Path, changes: Changes, check: Callable[[P
     changes.check([name for path in files for name in cast(Mapping[str, mx.array], mx.load(str(path)))])
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    for path in files:
-        tensors = cast(dict[str, mx.array], mx.load(str(path)))
-        new = {name: changes.apply(name, array) for name, array in tensors.items()}
-        mx.save_safetensors(str(part / path.name), new, metadata={"format": "pt"})
-    for path in base.iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model"):
-            shutil.copyfile(path, part / path.name)
-    check(part)
-    if out.exists():
-        out.rmdir()  # it is empty: the caller checked
-    part.rename(out)
+    try:
+        part.mkdir(parents=True)
+        for path in files:
+            tensors = cast(dict[str, mx.array], mx.load(str(path)))
+            new = {name: changes.apply(name, array) for name, array in tensors.items()}
+            mx.save_safetensors(str(part / path.name), new, metadata={"format": "pt"})
+        for path in base.iterdir():
+            if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model"):
+                shutil.copyfile(path, part / path.name)
+        check(part)
+        if out.exists():
+            out.rmdir()  # it is empty: the caller checked
+        part.rename(out)
+    finally:  # a disk that is full is not left fuller
+        shutil.rmtree(part, ignore_errors=True)
     return sum(path.stat().st_size for path in out.iterdir())
 
 

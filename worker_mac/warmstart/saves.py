@@ -45,17 +45,20 @@ def save(folder: Path, settings: Settings, saved: Saved) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     final, part = folder / _name(saved.step), folder / f".part-{_name(saved.step)}"
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    digests: dict[str, str] = {}
-    for name, arrays in zip(_PARTS, (saved.trained, saved.first, saved.second), strict=True):
-        path = part / f"{name}.safetensors"
-        mx.save_safetensors(str(path), arrays)
-        digests[path.name] = _sync(path)
-    document = {"step": saved.step, "shares": list(saved.shares), "settings": settings.deciding, "sha256": digests}
-    (part / "state.json").write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _sync(part / "state.json")
-    shutil.rmtree(final, ignore_errors=True)
-    part.rename(final)
+    try:
+        part.mkdir()
+        digests: dict[str, str] = {}
+        for name, arrays in zip(_PARTS, (saved.trained, saved.first, saved.second), strict=True):
+            path = part / f"{name}.safetensors"
+            mx.save_safetensors(str(path), arrays)
+            digests[path.name] = _sync(path)
+        document = {"step": saved.step, "shares": list(saved.shares), "settings": settings.deciding, "sha256": digests}
+        (part / "state.json").write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        _sync(part / "state.json")
+        shutil.rmtree(final, ignore_errors=True)
+        part.rename(final)
+    finally:  # a disk that is full is not left fuller
+        shutil.rmtree(part, ignore_errors=True)
     for old in _folders(folder)[_KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
 
