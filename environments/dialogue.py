@@ -4,16 +4,26 @@ A task says how a call is run, what an answer looks like and what it is worth; w
 malformed turn and when no more fits is decided here, once for all of them. It may assume the checkpoint's chat format.
 """
 
+import math
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final, TypeVar
+
+import structlog
 
 from environments.base import EpisodeOverError, Limits, Outcome, Question, Reply, Split, unknown_name
 from stoa.chat.render import ChatRenderer, Message
 from stoa.chat.tools import ToolCall
 from stoa.chat.turns import Fault, Turn, read_turn
 
+_log = structlog.get_logger(__name__)
 _REMEMBERED = 65536
+# What a task's own code may raise over what a policy wrote. It must cost the episode, and not the Mac's sweep or the trainer.
+_FAULTS: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_Given = TypeVar("_Given")
+_Found = TypeVar("_Found")
 _MOST_NAMES = 10_000
 """Names that a mistyped one is compared with."""
 
@@ -61,8 +71,9 @@ class ToolDialogue:
 
     `run_tool(call)` gives the message that answers a call, or None if it is no call of the environment's tools; `nothing` is
     the message of a call that found nothing, which is counted. `answer_of(text)` gives the answer that a turn without calls
-    holds, or None if it holds none. A malformed turn ends the episode, unless `correction` is given: then up to
-    `max_corrections` of them are answered with that message. A turn without its end cannot be answered.
+    holds, or None if it holds none. A call or a text over which they raise is malformed, as one of None is. A malformed turn
+    ends the episode, unless `correction` is given: then up to `max_corrections` of them are answered with that message. A turn
+    without its end cannot be answered.
     """
 
     def __init__(
@@ -131,16 +142,26 @@ class ToolDialogue:
         if turn.fault is not None or len(ids) > self._limits.max_turn_tokens:
             return _Read(turn, None, None)
         if not turn.calls:
-            answer = self._answer_of(turn.text)
+            answer = _tried(self._answer_of, turn.text)
             return _Read(turn, None if answer is None else (), answer)
         results: list[Message] = []
         # One more than may be made is enough to tell that they are too many.
         for call in turn.calls[: self._max_calls + 1]:
-            result = self._run_tool(call)
+            result = _tried(self._run_tool, call)
             if result is None:
                 return _Read(turn, None, None)
             results.append(result)
         return _Read(turn, tuple(results), None)
+
+
+def _tried(act: Callable[[_Given], _Found | None], given: _Given) -> _Found | None:
+    """What a task's own code says, None where it raises over it. Where it did so is logged, and not the policy's text."""
+    try:
+        return act(given)
+    except _FAULTS as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        _log.warning("environment_raised", error=type(error).__name__, file=frame.filename, line=frame.lineno)
+        return None
 
 
 class DialogueEnvironment:
@@ -188,8 +209,12 @@ class DialogueEnvironment:
         return self._last(question_id, turns).reply
 
     def score(self, question_id: str, turns: Sequence[Sequence[int]]) -> Outcome:
-        """What the task says of the state after the last turn."""
-        return self._outcome(self.question(question_id), self._last(question_id, turns))
+        """What the task says of the state after the last turn; where that raises, or is no number, 0, with the part score_failed."""
+        question, last = self.question(question_id), self._last(question_id, turns)
+        outcome = _tried(lambda _: self._outcome(question, last), None)
+        if outcome is not None and math.isfinite(outcome.reward):
+            return outcome
+        return Outcome(0.0, last.parts | dict.fromkeys(("exact_match", "cover", "strict_cover"), 0.0) | {"score_failed": 1.0})
 
     def _last(self, question_id: str, turns: Sequence[Sequence[int]]) -> Progress:
         return self._dialogue.last(question_id, len(self.prompt_ids(question_id)), turns)

@@ -274,7 +274,7 @@ def rescore_episode(episode: Episode, rules: Rules, rescore: Rescore, where: str
     room = rules.max_episode_tokens - len(episode.ids)
     if not replayed.done and len(turns) < rules.max_turns and room > rules.max_turn_tokens + len(replayed.appended[-1]):
         _refuse(Reason.UNFINISHED, where, f"it stops after turn {len(turns)}, where the environment goes on")
-    if abs(replayed.reward - episode.reward) > _REWARD_TOLERANCE:
+    if not abs(replayed.reward - episode.reward) <= _REWARD_TOLERANCE:  # so that NaN is refused, too
         _refuse(Reason.WRONG_REWARD, where, f"it claims reward {episode.reward}, its ids earn {replayed.reward}")
     return replace(
         episode,

@@ -56,6 +56,13 @@ def test_an_honest_group_is_admitted_as_it_is():
         np.testing.assert_array_equal(mine.logprobs, theirs.logprobs)
 
 
+def test_a_reward_that_is_no_number_is_refused_also_where_the_environment_says_so():
+    def rescore(question_id, turns):
+        return dataclasses.replace(toy.rescore(question_id, turns), reward=float("nan"))
+
+    assert reason_of(lambda: judge(toy.group(), rescore=rescore)) == "wrong_reward"
+
+
 def test_reward_parts_are_worked_out_again_and_not_believed():
     found = judge(with_episode(toy.group(), reward_parts={"searched": 1.0, "cover": 1.0}))
     assert found.episodes[1].reward_parts == {"searched": 0.0}
