@@ -77,15 +77,23 @@ def num_reads(record: RunRecord) -> int:
     return groups + 2 * len(record.versions) * len(record.sessions) + looks
 
 
+def gone_on(record: RunRecord, moment: float) -> float:
+    """Seconds that a run had gone on at a moment: of a resumed one without the time between, as far as that is known."""
+    if moment >= record.started_at:
+        return record.seconds_before + moment - record.started_at
+    return min(record.seconds_before, max(0.0, moment - record.facts.created_at))
+
+
 def cost_curve(record: RunRecord, pulled: int) -> tuple[Spent, ...]:
     """Dollars up to each version's publication and the end."""
     total = cost_of(record, pulled, 0.0)
     moments = sorted({row.published_at for row in record.versions} | {record.ended_at})
-    num_done, span = len(record.steps), record.ended_at - record.started_at
+    num_done, span = len(record.steps), record.seconds
     found: list[Spent] = []
     for moment in moments:
-        share = min(1.0, max(0.0, (moment - record.started_at) / span)) if span > 0 else 0.0
+        seconds = gone_on(record, moment)
+        share = min(1.0, seconds / span) if span > 0 else 0.0
         steps = sum(row.started_at + row.train_seconds <= moment for row in record.steps) / num_done if num_done else share
         requests = (total.writes_usd_r2 + total.reads_usd) * steps
-        found.append(Spent((moment - record.started_at) / 60, total.gpu_usd * share, requests, total.egress_usd_r2 * steps))
+        found.append(Spent(seconds / 60, total.gpu_usd * share, requests, total.egress_usd_r2 * steps))
     return tuple(found)

@@ -18,9 +18,9 @@ from cli.report.summary import wilson_95
 
 _SMOOTH_STEPS: Final = 8
 _SHARES: Final = {
-    "trainer_wait_share": "of its time the trainer waited",
-    "batch_occupancy_mean": "of a Mac's places are filled",
-    "prefix_hit_mean": "of prompt tokens were in a Mac's cache",
+    "trainer_wait_share": "trainer waits",
+    "batch_occupancy_mean": "places filled",
+    "prefix_hit_mean": "prompts cached",
 }
 _MOST_LINES: Final = 3
 """Macs that have a line of their own; of a larger fleet only the sum is drawn."""
@@ -52,7 +52,7 @@ def _reward(record: RunRecord, axes: Axes) -> None:
     axes.plot(steps, _smooth(search), color=SERIES[1], linewidth=2, label="search rate")
     if _has("empty_retrieval_rate")(record):
         empty = np.array(_values(record, "empty_retrieval_rate"))
-        axes.plot(steps, _smooth(empty), color=SERIES[2], linewidth=1.5, label="searches that find nothing")
+        axes.plot(steps, _smooth(empty), color=SERIES[2], linewidth=1.5, label="empty searches")
     axes.set(xlabel="optimizer step", ylabel="mean over episodes", ylim=(0, 1.02))
     whole_numbers(axes)
     legend(axes)
@@ -193,9 +193,11 @@ def staleness_histogram(record: RunRecord) -> dict[int, int]:
 def fleet_speeds(record: RunRecord) -> dict[int, dict[str, float]]:
     """Version -> host -> sampled tokens that reached the trainer a second, over the steps that began from that version."""
     found: dict[int, dict[str, float]] = {}
-    before = record.started_at
+    before = min([record.started_at, *(row.started_at - row.wait_seconds for row in record.steps)])
     for version in sorted({row.version for row in record.steps}):
         rows = [row for row in record.steps if row.version == version]
+        if before < record.started_at <= min(row.started_at for row in rows):
+            before = record.started_at  # what lies between is time in which a resumed run stood still
         done = max(row.started_at + row.train_seconds for row in rows)
         tokens: Counter[str] = Counter()
         for row in rows:
@@ -236,7 +238,7 @@ FIGURES: Final = (
         "reward",
         "learning",
         "Reward and search rate while training",
-        "Over all episodes of the groups a step trained on.",
+        "Over all episodes of the groups a step trained on; empty searches are the share of calls that found nothing.",
         lambda record: bool(record.steps),
         _reward,
     ),
@@ -285,7 +287,8 @@ FIGURES: Final = (
         "busy",
         "fleet",
         "How busy both sides are",
-        "By the trainer's clock, and as Macs say themselves of the groups they sent.",
+        "Share of its time that the trainer waits for groups; as Macs say, the share of their places for episodes that are filled, "
+        "and of prompt tokens that they had computed before.",
         lambda record: any(_has(metric)(record) for metric in _SHARES),
         _busy,
     ),

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from cli.report.cost import cost_curve, cost_of
+from cli.report.cost import cost_curve, cost_of, gone_on
 from cli.report.curves import fleet_speeds, staleness_histogram
 from cli.report.record import HostShare, RunRecord
 from stoa.config.run import Prices
-from tests.unit.cli.records import FACTS, record, step
+from tests.unit.cli.records import FACTS, record, step, version
 
 
 def priced(**changes: object) -> RunRecord:
@@ -43,6 +43,19 @@ def test_speed_is_tokens_over_all_time_between_steps() -> None:
     hosts = {"mac-1": HostShare(sampled_tokens=55), "mac-2": HostShare(sampled_tokens=11)}
     steps = tuple(step(n, version=(n - 1) // 2, hosts=hosts) for n in (1, 2, 3, 4))
     assert fleet_speeds(record(steps=steps)) == {0: {"mac-1": 20.0, "mac-2": 4.0}, 1: {"mac-1": 27.5, "mac-2": 5.5}}
+
+
+def test_time_in_which_a_resumed_run_stood_still_counts_nowhere() -> None:
+    """Steps 1 and 2 end at 103.5 and 105.5; it stood still until 1000; steps 3 and 4 end at 1003.5 and 1005.5."""
+    hosts = {"mac-1": HostShare(sampled_tokens=55)}
+    later = tuple(step(n, version=1, hosts=hosts, started_at=996.0 + 2 * n) for n in (3, 4))
+    steps = (*(step(n, version=0, hosts=hosts) for n in (1, 2)), *later)
+    resumed = record(steps=steps, started_at=1000.0, ended_at=1006.0, seconds_before=7.0, facts=replace(FACTS, created_at=100.0))
+    assert fleet_speeds(resumed) == {0: {"mac-1": 110 / 4.0}, 1: {"mac-1": 110 / 5.5}}  # from 101.5 and from 1000 on
+    versions = (version(0), version(1, published_at=1004.0))
+    curve = cost_curve(replace(resumed, versions=versions), 0)
+    assert [60 * one.minutes for one in curve] == pytest.approx([0.5, 11.0, 13.0])
+    assert gone_on(resumed, 500.0) == 7.0
 
 
 def test_histogram_adds_up_lags_and_takes_no_other_metric() -> None:

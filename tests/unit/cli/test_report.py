@@ -52,7 +52,15 @@ class Tags(HTMLParser):
 
 def whole() -> RunRecord:
     """A run with everything a report can draw and tell."""
-    more = {"entropy": 0.5, "staleness_0": 1.0, "staleness_2": 3.0, "trainer_wait_share": 0.4}
+    more = {
+        "entropy": 0.5,
+        "staleness_0": 1.0,
+        "staleness_2": 3.0,
+        "trainer_wait_share": 0.4,
+        "batch_occupancy_mean": 0.9,
+        "prefix_hit_mean": 0.5,
+        "empty_retrieval_rate": 0.1,
+    }
     steps = tuple(
         replace(one, metrics={**one.metrics, **more}, hosts={"mac-1": HostShare(accepted=2, sampled_tokens=50)})
         for one in (step(n, version=(n - 1) // 2) for n in (1, 2, 3, 4))
@@ -95,10 +103,10 @@ def test_waits_of_the_trainer_filled_places_and_empty_searches_are_drawn() -> No
         axes = Figure().subplots()
         figures[name].draw(run, axes)
         lines |= {str(line.get_label()): [float(y) for y in np.asarray(line.get_ydata())] for line in axes.get_lines()}
-    assert lines["of its time the trainer waited"] == pytest.approx([0.2, 0.3])  # the mean of what there is so far
-    assert lines["of a Mac's places are filled"] == pytest.approx([0.9, 0.9])
-    assert lines["searches that find nothing"] == pytest.approx([0.0, 0.0])
-    assert "of prompt tokens were in a Mac's cache" not in lines, "nobody told"
+    assert lines["trainer waits"] == pytest.approx([0.2, 0.3])  # the mean of what there is so far
+    assert lines["places filled"] == pytest.approx([0.9, 0.9])
+    assert lines["empty searches"] == pytest.approx([0.0, 0.0])
+    assert "prompts cached" not in lines, "nobody told"
     assert not figures["busy"].has_data(record())
 
 
