@@ -166,13 +166,13 @@ def test_a_gentle_guest_rests_as_long_as_it_works(mac: Sensed) -> None:
     guest = Guest(MacHost(), mac)
     began = time.monotonic()
     guest.look()
-    guest.rest(0.2)
-    assert time.monotonic() - began < 0.15
+    guest.rest(10.0)
+    assert time.monotonic() - began < 8.0, "nobody is here: no rest"
     mac.senses = replace(mac.senses, idle_seconds=1.0)
     guest.look()
     began = time.monotonic()
     guest.rest(0.2)
-    assert 0.2 <= time.monotonic() - began < 0.6
+    assert 0.2 <= time.monotonic() - began < 5.0
 
 
 def test_on_a_hotspot_finished_groups_wait_on_disk_and_leave_afterwards(published: Publishing, make: Make, mac: Sensed) -> None:
@@ -224,8 +224,10 @@ def test_a_full_spool_holds_new_groups_and_says_so(published: Publishing, make: 
 
 
 def test_the_guest_looks_by_itself_and_ends_when_told(mac: Sensed) -> None:
+    before = set(threading.enumerate())
     guest = Guest(MacHost(when="idle_only"), mac, look_seconds=0.02)
     guest.start()
+    assert [thread.name for thread in set(threading.enumerate()) - before] == ["guest"]
     assert guest.decision.starts
     mac.senses = replace(mac.senses, idle_seconds=0.0)
     deadline = time.monotonic() + 5
@@ -233,7 +235,7 @@ def test_the_guest_looks_by_itself_and_ends_when_told(mac: Sensed) -> None:
         time.sleep(0.01)
     assert guest.must_leave == "somebody uses the Mac"
     guest.close()
-    assert not any(thread.name == "guest" for thread in threading.enumerate())
+    assert not any(thread.name == "guest" for thread in set(threading.enumerate()) - before)
 
 
 def test_a_spent_budget_pauses_and_names_itself(mac: Sensed) -> None:
