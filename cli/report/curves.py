@@ -20,7 +20,6 @@ _SMOOTH_STEPS: Final = 8
 _SHARES: Final = {
     "trainer_wait_share": "trainer waits",
     "batch_occupancy_mean": "places filled",
-    "prefix_hit_mean": "prompts cached",
 }
 _MOST_LINES: Final = 3
 """Macs that have a line of their own; of a larger fleet only the sum is drawn."""
@@ -287,8 +286,7 @@ FIGURES: Final = (
         "busy",
         "fleet",
         "How busy both sides are",
-        "Share of its time that the trainer waits for groups; as Macs say, the share of their places for episodes that are filled, "
-        "and of prompt tokens that they had computed before.",
+        "Share of its time that the trainer waits for groups; as Macs say, the share of their places for episodes that are filled.",
         lambda record: any(_has(metric)(record) for metric in _SHARES),
         _busy,
     ),
