@@ -129,13 +129,23 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float, moe_folder:
     ours.step([loss_of(ours.model, 1)])
 
 
+def pieces(state: dict[str, torch.Tensor], *spans: tuple[int, int]) -> None:
+    """Put pieces of a weight in place of it, as several processes would have saved them."""
+    name = "master.decoder.final_layernorm.weight"
+    whole = state.pop(name)
+    state.update({f"{name}[{start}:{stop}]": whole[start:stop] for start, stop in spans})
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         (lambda state: state.pop("exp_avg.decoder.final_layernorm.weight"), "lacks 1 tensors: exp_avg.decoder.final_layernorm.weight"),
         (lambda state: state.update(extra=torch.zeros(1)), "also holds 1 tensors: extra"),
         (lambda state: state.update({"master.decoder.final_layernorm.weight": torch.ones(65)}), r"shape \(65,\), not \(64,\)"),
+        (lambda state: pieces(state, (0, 40), (32, 64)), "lacks 1 tensors: master.decoder.final_layernorm.weight"),
+        (lambda state: pieces(state, (0, 32), (40, 64)), "lacks 1 tensors: master.decoder.final_layernorm.weight"),
     ],
+    ids=["lost", "foreign", "too large", "pieces that overlap", "pieces with a hole"],
 )
 def test_state_of_another_model_is_refused(change, problem: str, moe_folder: Path) -> None:
     ours = trainable(moe_folder)
