@@ -1,5 +1,6 @@
 """What an invited Mac is granted beside its questions: tickets, which of its groups are there, or a reason for nothing."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,3 +207,13 @@ def test_a_grant_with_all_it_may_hold_fits_a_message() -> None:
     assert MAX_SIGNATURES - 64 < len(covered(full)) <= MAX_SIGNATURES
     DATA_CONVERTER.payload_converter.to_payloads([full])
     assert len(desk._may_send(request(unsent=tuple(group(v, 1, i) for v in range(1, 9) for i in range(8))), 9)) == MAX_KEYS
+
+
+@pytest.mark.parametrize("ahead", [600.0, -600.0])
+def test_clocks_that_are_ten_minutes_apart_cost_no_upload(store: Store, bucket_server: BucketServer, tmp_path: Path, ahead: float) -> None:
+    """The control process is ahead of the bucket, the Mac as far behind it, and the other way round."""
+    mint, book = mint_of(store), TicketBook("test", "mac-1", tmp_path / "tickets", clock=lambda: time.time() - ahead)
+    book.accept(mint.make(INVITE, "mac-1", whole=[group(0, 0, 0)], now=time.time() + ahead))
+    target = TicketTarget(bucket_server.store(store.settings.name, credentials=MAC_CREDENTIALS), book)
+    target.create(group(0, 0, 0), b"x")
+    assert store.exists(group(0, 0, 0))
