@@ -100,7 +100,11 @@ def demonstrate(renderer: ChatRenderer, messages: Sequence[Message], weight: flo
 def _said(renderer: ChatRenderer, message: Message) -> list[int]:
     """One turn as the policy is to sample it, with the id that ends it."""
     special = renderer.special
-    calls = [special.tool_call_start, *renderer.encode(calls_text(message.calls)), special.tool_call_end] if message.calls else []
+    calls: list[int] = []
+    if message.calls:
+        if special.tool_call_end is None:
+            raise ValueError("with this tokenizer calls have no end: it is not of the family that a run's policy is")
+        calls = [special.tool_call_start, *renderer.encode(calls_text(message.calls)), special.tool_call_end]
     ids = [*renderer.encode(message.content), *calls, special.im_end]
     if (fault := read_turn(renderer, ids).fault) is not None:
         raise ValueError(f"with this tokenizer a message of the assistant is no well-formed turn ({fault})")

@@ -4,6 +4,7 @@ The markers of a call count only as special ids, never as text that spells them,
 tools exist, and what a turn without a call means, is the environment's business.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ def _read(renderer: ChatRenderer, ids: Sequence[int]) -> Turn:
     call: list[str] | None = None
     thinking = False
     for piece in _pieces(renderer, ids[:-1]):
+        if renderer.special.tool_call_end is None and piece == renderer.special.tool_call_start:
+            # It only says that a call follows.
+            continue
         if piece == renderer.special.tool_call_start and not thinking:
             if call is not None:
                 raise _FaultyTurnError(Fault.UNBALANCED_CALL)
@@ -81,7 +85,21 @@ def _read(renderer: ChatRenderer, ids: Sequence[int]) -> Turn:
         raise _FaultyTurnError(Fault.UNBALANCED_CALL if call is not None else Fault.UNBALANCED_THOUGHT)
     if any(mark in part for part in text for mark in _SPELLED_MARKS):
         raise _FaultyTurnError(Fault.SPELLED_MARKER)
-    return Turn("".join(text).strip(), tuple(calls), None)
+    said = "".join(text).strip()
+    if renderer.family == "llama3" and said.startswith("{"):
+        return Turn("", parse_calls(_as_arguments(said)), None)
+    return Turn(said, tuple(calls), None)
+
+
+def _as_arguments(text: str) -> str:
+    """The call that is a Llama's whole turn, `{"name": .., "parameters": {..}}`, with the name that `parse_calls` knows."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadCallError(f"not JSON: {error}") from error
+    if not isinstance(found, dict) or "arguments" in found:
+        raise BadCallError("a call needs a name and parameters, and nothing else")
+    return json.dumps({"arguments" if name == "parameters" else name: value for name, value in found.items()})
 
 
 def _pieces(renderer: ChatRenderer, ids: Sequence[int]) -> Iterator[int | str]:

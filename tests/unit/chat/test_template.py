@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from stoa.chat.render import ChatRenderer, Message, calls_text, system_message
 from stoa.chat.tools import ToolCall, Value, parse_calls
+from stoa.chat.turns import Fault, Turn, read_turn
+from stoa.contracts.errors import CheckpointError
 from tests.unit.chat.conftest import SPECIAL, character_tokenizer
 
 NUM_DIALOGUES = 1000
@@ -26,11 +29,11 @@ SEARCH = {
 }
 
 
-def template() -> str:
+def template(name: str = "lfm2_2_5_v2") -> str:
     spec = importlib.util.find_spec("trl")  # its templates are files; the package itself is not imported
     assert spec is not None
     assert spec.origin is not None
-    return (Path(spec.origin).parent / "chat_templates/lfm2_2_5_v2.jinja").read_text()
+    return (Path(spec.origin).parent / f"chat_templates/{name}.jinja").read_text()
 
 
 @pytest.fixture(scope="module", params=[SPECIAL, (*SPECIAL, "<think>", "</think>")], ids=["thoughts as text", "thoughts as tokens"])
@@ -113,3 +116,68 @@ def test_what_is_written_as_calls_is_read_as_the_same_calls() -> None:
     for _ in range(200):
         calls = tuple(ToolCall("search", {"query": f"Crohn's {draw.randrange(9)}", "n": draw.randrange(9), "all": True}) for _ in range(2))
         assert parse_calls(calls_text(calls)) == calls
+
+
+QWEN = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<|endoftext|>")
+LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>")
+NO_CALLS = [
+    '{"name": "search"',
+    '{"name": "search", "arguments": {}}',
+    '{"nme": "x", "parameters": {}}',
+    '{"name": 3, "parameters": {}}',
+    "{" * 3000,
+]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama3_1"])
+def other(request: pytest.FixtureRequest) -> tuple[ChatRenderer, PreTrainedTokenizerFast]:
+    tokenizer = character_tokenizer(QWEN if request.param == "qwen3" else LLAMA)
+    bos = None if request.param == "qwen3" else "<|begin_of_text|>"
+    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, chat_template=template(request.param))
+    return ChatRenderer(tokenizer.to_str().encode()), reference
+
+
+def test_other_families_dialogues_are_those_of_their_templates(other: tuple[ChatRenderer, PreTrainedTokenizerFast]) -> None:
+    renderer, reference = other
+    draw = random.Random(20260716)
+    for _ in range(200):
+        system, tools, messages = dialogue(draw, [])
+        # One call without words is what a Llama's template takes; a Qwen's shows thoughts in a way of its own.
+        messages = [replace(one, thoughts="", calls=one.calls[:1], content="" if one.calls else one.content) for one in messages]
+        while messages[-1].role == "assistant":  # after which no prompt is made
+            messages.pop()
+        asked: Any = [*([{"role": "system", "content": system}] if system else []), *map(as_asked, messages)]
+        wanted = reference.apply_chat_template(
+            asked, tools=cast("Any", tools or None), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        given = [*([system_message(system, tools)] if system or tools else []), *messages]
+        assert list(renderer.prompt(given)) == wanted, json.dumps(asked)
+
+
+def test_an_episode_of_another_family_grows_as_its_template_writes_it(other: tuple[ChatRenderer, PreTrainedTokenizerFast]) -> None:
+    renderer, reference = other
+    call = ToolCall("search", {"query": "Crohn's"})
+    messages = [Message("user", "Which gene?"), Message("assistant", "", calls=(call,)), Message("tool", "one\ntwo")]
+    said = {
+        "qwen": '<tool_call>\n{"name": "search", "arguments": {"query": "Crohn\'s"}}\n</tool_call>',
+        "llama3": '{"name": "search", "parameters": {"query": "Crohn\'s"}}',
+    }[renderer.family]
+    turn = [*reference.encode(said, add_special_tokens=False), renderer.special.im_end]
+    assert read_turn(renderer, turn) == Turn("", (call,), None)
+    ids = [*renderer.prompt(messages[:1]), *turn, *renderer.follow(messages[2:])]
+    asked: Any = list(map(as_asked, messages))
+    assert ids == reference.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=False)
+    answer = [*renderer.encode("Answer: NOD2"), renderer.special.im_end]
+    assert read_turn(renderer, answer) == Turn("Answer: NOD2", (), None)
+
+
+@pytest.mark.parametrize("said", NO_CALLS)
+def test_a_llamas_turn_that_begins_like_a_call_and_is_none_is_a_bad_call(said: str) -> None:
+    renderer = ChatRenderer(character_tokenizer(LLAMA).to_str().encode())
+    assert read_turn(renderer, [*renderer.encode(said), renderer.special.im_end]).fault == Fault.BAD_CALL
+
+
+def test_a_tokenizer_of_no_known_family_is_told_what_the_likeliest_lacks() -> None:
+    with pytest.raises(CheckpointError, match=r"the tokenizer has no token <tool_call>, </tool_call>$") as caught:
+        ChatRenderer(character_tokenizer(("<|im_start|>", "<|im_end|>", "<|endoftext|>")).to_str().encode())
+    assert "Llama 3.1" in caught.value.hint
