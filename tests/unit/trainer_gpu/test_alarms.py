@@ -202,6 +202,8 @@ def test_mismatch_climbs_only_while_it_rises_five_steps_in_a_row() -> None:
     alarms = book(mismatch_climb=Alarm(threshold=0.02, action="pause"))
     climb = [0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.055, 0.06]
     assert [alarms.ring({**QUIET, "mismatch_mean": m}).metrics["mismatch_climb"] for m in climb] == [0, 0, 0, 0, 0, 0.06, 0, 0]
+    flat = book(mismatch_climb=Alarm(threshold=0.02, action="pause"))
+    assert all(flat.ring({**QUIET, "mismatch_mean": 0.05}).metrics["mismatch_climb"] == 0 for _ in range(7)), "as with learning rate 0"
 
 
 def test_lost_effective_sample_size_is_a_share_of_that_of_five_steps_ago() -> None:
