@@ -15,6 +15,7 @@ from dataclasses import replace
 import structlog
 
 from stoa.bucket import keys
+from stoa.bucket.head import Head
 from stoa.bucket.steps import Canary, Refused, write_step
 from stoa.contracts import names
 from stoa.contracts.errors import (
@@ -93,13 +94,7 @@ class TrainerEngine:
             policy = self._built(progress)
             lease, head = take_lease(self._handle, policy, self._grants, request, attempt, progress)
             self._lease = lease
-            progress.report("publishing the present weights")
-            # A trainer that is killed often must not leave the newest anchor ever further behind.
-            late = head.version + 1 - lease.publisher.anchor_version >= self._handle.config.publish.anchor_every_versions
-            late = late or head.version < 0
-            key = None if head.checkpoint_key else self._savepoint.prove(lease, policy, progress)
-            self._publish(lease, policy, anchor=late, announce=False, checkpoint_key=key, progress=progress)
-            self._arrive(lease, progress)
+            self._publish_taken(lease, head, policy, progress)
             lease.intake.start()
             queue = names.lease_queue(request.run, lease.token)
             acquired = Acquired(
@@ -109,6 +104,23 @@ class TrainerEngine:
             log.info("run_acquired", token=lease.token, step=lease.step, version=lease.version)
         self._on_lease(acquired)
         return acquired
+
+    def _publish_taken(self, lease: Lease, head: Head, policy: Policy, progress: Progress) -> None:
+        """Make the weights of a new lease the newest version: the one that HEAD names already where it has them to the bit."""
+        # A trainer that is killed often must not leave the newest anchor ever further behind.
+        late = head.version + 1 - lease.publisher.anchor_version >= self._handle.config.publish.anchor_every_versions
+        if not late and head.checkpoint_key and lease.versions.step_of(head.version) == lease.step:
+            progress.report(f"comparing the weights with version {head.version}")
+            if lease.publisher.is_published(policy, step=lease.step, token=lease.token, version=head.version):
+                lease.arrived_version = head.version
+                is_anchor = lease.publisher.anchor_version == head.version
+                anchor_bytes = lease.publisher.weights_bytes if is_anchor else 0
+                lease.last_published = Published(head.version, lease.step, head.manifest_key, anchor_bytes=anchor_bytes)
+                return
+        progress.report("publishing the present weights")
+        key = None if head.checkpoint_key else self._savepoint.prove(lease, policy, progress)
+        self._publish(lease, policy, anchor=late or head.version < 0, announce=False, checkpoint_key=key, progress=progress)
+        self._arrive(lease, progress)
 
     def train_step(self, request: StepRequest, progress: Progress) -> StepResult:
         """See `ports.PolicyTrainer`. The step that was done last is answered again without being done again.
@@ -296,7 +308,7 @@ class TrainerEngine:
         log.info("version_scanned", version=version, step=step, changed_fraction=changed_fraction, seconds=time.monotonic() - started)
         lease.checkpoint_in_flight = checkpoint_key or ""
         prepared = self._arrive(lease, progress) if announce else None
-        # One version more than a successor, which publishes at once, will look at.
+        # One version more than a successor, which may publish at once, will look at.
         oldest = lease.version - self._handle.config.learning.max_staleness_hard - LATE_VERSIONS - 1
         lease.settled = {key for key in lease.settled if keys.parse_group(key).version >= oldest}
         if lease.last_published is not None and step > lease.last_published.step:

@@ -58,6 +58,20 @@ class VersionPublisher:
         """Bring the mirror to what HEAD names."""
         self._publisher.load_published(head)
 
+    def is_published(self, policy: Policy, *, step: int, token: int, version: int) -> bool:
+        """True if the masters, at `step`, are what HEAD's `version` has, to the bit: another version would change nothing."""
+        self._scan(policy, step=step, token=token, version=version + 1, anchor=False, inline=False)
+        try:
+            return self._publisher.changes_nothing
+        finally:
+            self._publisher.rollback()
+
+    def _scan(self, policy: Policy, *, step: int, token: int, version: int, anchor: bool, inline: bool) -> float:
+        quantise = scan if host.HAS_CUDA else grid.scan
+        return self._publisher.scan(
+            host_tensors(policy), step=step, epoch=token, version=version, anchor=anchor, inline=inline, quantise=quantise
+        )
+
     def publish(
         self, policy: Policy, *, step: int, token: int, version: int, anchor: bool, inline: bool, swap: Callable[[Prepared], None]
     ) -> float:
@@ -66,10 +80,7 @@ class VersionPublisher:
         On another thread the version's objects are written, `swap` makes HEAD name them, and the mirror advances. `finish`
         must have been called for the version before. Arguments as `Publisher.scan`.
         """
-        quantise = scan if host.HAS_CUDA else grid.scan
-        changed_fraction = self._publisher.scan(
-            host_tensors(policy), step=step, epoch=token, version=version, anchor=anchor, inline=inline, quantise=quantise
-        )
+        changed_fraction = self._scan(policy, step=step, token=token, version=version, anchor=anchor, inline=inline)
         self._swap = swap
         self._flight = self._pool.submit(self._complete)
         return changed_fraction

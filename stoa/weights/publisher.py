@@ -233,6 +233,12 @@ class Publisher:
         self._scanned = _Scanned(version, step, epoch, anchor, inline, snapshot, first, stats, seconds)
         return sum(stat.num_changed for stat in stats.values()) / self.layout.num_codes
 
+    @property
+    def changes_nothing(self) -> bool:
+        """True if the version scanned last would have the weights that are published, to the bit."""
+        snapshot = None if self._scanned is None else self._scanned.snapshot
+        return snapshot is not None and not any(len(getattr(snapshot.change, name)) for name in Change.__dataclass_fields__)
+
     def seal(self) -> Prepared:
         """Write all objects of the version scanned last, and its manifest. May be asked for again if it raised.
 

@@ -80,7 +80,8 @@ def test_successor_resumes_from_head_and_no_group_is_trained_on_twice(handle: Ru
     after_lost = {name: t.clone() for name, t in policy_of(first).state().items()}
 
     resumed = second.acquire(AcquireRequest("test", 2), 1, progress)
-    assert (resumed.token, resumed.step, resumed.version) == (2001, 2, 2)
+    # HEAD names version 1 with these weights already.
+    assert (resumed.token, resumed.step, resumed.version) == (2001, 2, 1)
     for name, tensor in policy_of(second).state().items():
         assert torch.equal(tensor, at_publish[name]), name
 
@@ -96,7 +97,7 @@ def test_successor_resumes_from_head_and_no_group_is_trained_on_twice(handle: Ru
     assert redone.status == "done"
     saved = second.checkpoint(CheckpointRequest("test", 2001, 3), progress)
     head = head_of(handle)
-    assert (head.step, head.version, head.checkpoint_key) == (3, 2, saved.key)
+    assert (head.step, head.version, head.epoch, head.checkpoint_key) == (3, 1, 2001, saved.key)
     steps = list(lineage(handle.store, head))
     assert [(m.step, m.epoch) for m in steps] == [(3, 2001), (2, 1001), (1, 1001)]
     consumed = [key for m in steps for key in m.consumed]
@@ -209,10 +210,43 @@ def test_anchor_of_a_step_that_was_published_without_one_is_another_version(engi
     assert (first.version, first.anchor_bytes > 0) == (0, True)
     engine.acquire(AcquireRequest("test", 2), 1, Reports())
     plain, anchored = (replace(request, token=2001) for request in (plain, anchored))
+    known = engine.publish(plain, Reports())
+    assert (known.version, known.anchor_bytes) == (0, first.anchor_bytes), "the lease before it has published these weights"
+    assert engine.publish(anchored, Reports()) == known
+    assert engine._lease is not None
+    engine._lease.last_published = None
     assert engine.publish(plain, Reports()).version == 1
     second = engine.publish(anchored, Reports())
     assert (second.version, second.anchor_bytes > 0) == (2, True)
     assert engine.publish(anchored, Reports()) == engine.publish(plain, Reports()) == second
+
+
+@pytest.mark.loop
+def test_new_lease_makes_a_version_only_if_head_names_other_weights(handle: RunHandle, engines: list[TrainerEngine]) -> None:
+    first, second = engines
+    progress = Reports()
+    first.acquire(AcquireRequest("test", 1), 1, progress)
+    base = read_state_id(handle)
+    ship_sweep(handle, policy_of(first), list(handle.environment.question_ids("train"))[:20], host="mac-a", sweep=0, seed=1)
+    first.train_step(StepRequest("test", 1001, 1), progress)
+    first.publish(PublishRequest("test", 1001, 1, anchor=False, checkpoint=False), progress)
+    await_version(handle, 1)
+    ahead = read_state_id(handle)
+    taken = second.acquire(AcquireRequest("test", 2), 1, progress)
+    assert (taken.step, taken.version) == (0, 2), "the checkpoint is older than version 1"
+    assert read_state_id(handle) != ahead != base
+    before = head_of(handle)
+    again = first.acquire(AcquireRequest("test", 3), 1, progress)
+    assert (again.token, again.step, again.version) == (3001, 0, 2)
+    head = head_of(handle)
+    assert (head.epoch, head.version, head.manifest_key, head.seq) == (3001, 2, before.manifest_key, before.seq + 1)
+    with pytest.raises(FencedError):
+        second.checkpoint(CheckpointRequest("test", 2001, 0), progress)
+
+
+def read_state_id(handle: RunHandle) -> str:
+    head = head_of(handle)
+    return read_manifest(handle.store, "test", head.manifest_key, head.manifest_sha256, handle.signer.public_key).state_id
 
 
 @pytest.mark.loop

@@ -61,10 +61,8 @@ def test_trainer_that_was_frozen_can_neither_take_the_run_back_nor_write_to_it(h
             write()
         assert read_head(handle.store, "test", handle.signer.public_key)[0] == before
     assert before.epoch == held
-    assert (
-        healthy.publish(PublishRequest("test", held, 0, anchor=True, checkpoint=True, announce=True), Reports()).version
-        == before.version + 1
-    )
+    healthy.checkpoint(CheckpointRequest("test", held, 0), Reports())
+    assert read_head(handle.store, "test", handle.signer.public_key)[0].seq == before.seq + 1
 
 
 class Unwanted:
