@@ -171,6 +171,14 @@ def test_an_episode_that_stops_before_its_end_is_refused():
     assert reason_of(lambda: judge(forged)) == Reason.UNFINISHED
 
 
+def test_an_episode_may_stop_only_where_the_answer_to_its_last_turn_and_another_turn_leave_no_room():
+    """It has 5 tokens, the tool answers 3 and a turn may have 5: with 13 the other turn fills the episode, with 14 a token is left."""
+    half = toy.episode("q1", ((7, 3, toy.STOP),))
+    stopped = dataclasses.replace(HONEST, episodes=(half, *HONEST.episodes[1:]))
+    assert len(judge(stopped, rules=toy.rules(max_episode_tokens=13)).episodes) == 4
+    assert reason_of(lambda: judge(stopped, rules=toy.rules(max_episode_tokens=14))) == Reason.UNFINISHED
+
+
 def test_more_turns_tokens_or_turn_tokens_than_allowed_are_refused():
     assert reason_of(lambda: judge(HONEST, rules=toy.rules(max_turns=1))) == Reason.TOO_LONG
     assert reason_of(lambda: judge(HONEST, rules=toy.rules(max_episode_tokens=10))) == Reason.TOO_LONG
