@@ -111,7 +111,7 @@ def view_of(now: Look, before: Look | None, max_steps: int) -> View:
     return View(
         run=run_lines(record, max_steps),
         fleet=fleet_lines(record, rates),
-        slowest=slowest_line(record.sessions),
+        slowest="" if record.held == "waits" else slowest_line(record.sessions),
         bandwidth=bandwidth_lines(record, rates),
         alarms=alarm_lines(record),
         done=min(1.0, done / max_steps) if max_steps else 0.0,
@@ -122,7 +122,9 @@ def view_of(now: Look, before: Look | None, max_steps: int) -> View:
 
 def run_lines(record: RunRecord, max_steps: int) -> tuple[str, ...]:
     """State and time; version, step and what the last steps and evaluations showed; what is waited for; what it cost."""
-    head = f"run {record.facts.run}: {record.state} {'after' if record.state in ENDED else 'for'} {time_text(record.seconds)}"
+    # A pause is younger than its run.
+    since = "after" if record.state in ENDED else "at" if record.state == "paused" else "for"
+    head = f"run {record.facts.run}: {record.state} {since} {time_text(record.seconds)}"
     steps = f"step {max(record.step, record.live_step)}" + (f" of {max_steps}" if max_steps else "")
     numbers = [f"version {record.version}" if record.version >= 0 else "no version yet", steps]
     if record.steps:

@@ -323,6 +323,8 @@ def test_macs_of_a_paused_run_are_not_shown_as_if_they_played() -> None:
     macs = (session("mac-1"), session("mac-2", state="away", reason="lost"))
     rows = {row.host: (row.state, row.reason) for row in fleet_lines(running(state="paused", held="waits", sessions=macs), Rates())}
     assert rows == {"mac-1": ("waits", "the run is paused"), "mac-2": ("away", "lost")}
+    view = view_of(Look(0.0, running(state="paused", held="waits")), None, 8)
+    assert (view.run[0], view.slowest) == ("run demo: paused at 12 s", ""), "who waits is not slow"
 
 
 def test_alarms_are_told_once_newest_first_and_shut_out_macs_before_them() -> None:
