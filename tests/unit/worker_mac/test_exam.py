@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from benchmarks.wired_cases import STOCK
 from environments import registry
 from stoa.bucket import keys
 from stoa.bucket.exams import ExamTask, answered, claim, open_exam, read_exam, read_task, write_task
@@ -21,6 +22,7 @@ from stoa.rollouts.records import Episode
 from stoa.rollouts.shard import decode_group
 from stoa.weights.export import write_mlx_folder
 from stoa.weights.layout import layout_of
+from tests.unit.chat.conftest import character_tokenizer
 from tests.unit.worker_mac.wired import followed
 from worker_mac.checkpoint import state_of
 from worker_mac.cluster.sitting import spread
@@ -103,6 +105,22 @@ def test_a_wired_set_gives_the_same_bytes_as_one_mac_and_takes_only_what_is_free
             assert (first.question_id, first.turns) == (second.question_id, second.turns)
             np.testing.assert_array_equal(first.ids, second.ids)
             np.testing.assert_array_equal(first.logprobs, second.logprobs)
+
+
+@pytest.mark.parametrize("family", ["llama", "olmoe"])
+def test_another_familys_checkpoint_is_examined_alike_by_one_mac_and_a_set(family: str, store: Store, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / family, STOCK[family] | {"vocab_size": 128})
+    (folder / "tokenizer.json").write_text(character_tokenizer(("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")).to_str())
+    alone = Seat(task(store, f"{family}-one", "mac-a", 12, folder), store, tmp_path)
+    alone.sit()
+    with followed(2) as (ranks, link):
+        make = partial(spread, ranks, link, [Strength(None, 1.0)] * 2, "pipeline")
+        Seat(task(store, f"{family}-set", "the-set", 12, folder), store, tmp_path, make=make).sit()
+    first, second = episodes_of(store, f"{family}-one"), episodes_of(store, f"{family}-set")
+    assert len(first) == 24
+    for place, episode in first.items():
+        np.testing.assert_array_equal(episode.ids, second[place].ids)
+        np.testing.assert_array_equal(episode.logprobs, second[place].logprobs)
 
 
 def test_a_share_of_every_layer_gives_the_same_answers_but_for_rounding(store: Store, tmp_path: Path) -> None:
