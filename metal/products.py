@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from metal.exponents import silu
 from metal.sizes import BITS, GROUP_SIZE
 
 BLOCK_WEIGHTS: Final = 1 << 18
@@ -77,11 +78,6 @@ def chosen_gated(x: mx.array, chosen: mx.array, gate: Int8, up: Int8, down: Int8
     both_NK1I = mx.gather_mm(x[:, None, None], _transposed(_stacked((gate, up), axis=1)), rhs_indices=chosen)
     gates_NK1I, ups_NK1I = mx.split(both_NK1I, 2, axis=-1)
     return mx.gather_mm(silu(gates_NK1I) * ups_NK1I, _transposed(down), rhs_indices=chosen).squeeze(-2)
-
-
-def silu(x: mx.array) -> mx.array:
-    """X * sigmoid(x)."""
-    return x * mx.sigmoid(x)
 
 
 def unpacked_rows(weight: Int8, rows: mx.array | slice, dtype: mx.Dtype) -> mx.array:

@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 
 import mlx.core as mx
 
-from metal.products import Int8, chosen_gated, linear, silu
+from metal.exponents import exp, silu
+from metal.products import Int8, chosen_gated, linear
 from metal.sizes import ATTENTION_BYTES, BITS, GROUP_SIZE, ONE_SUM_WORDS, PAGE_TOKENS, RANGE_PAGES, SORT_EXPERTS_FROM, SUM_WORDS
 
 _NOTHING: Final = -1e30
@@ -79,7 +80,7 @@ def _attend_range(q_XW1GRH: mx.array, keys: mx.array, values: mx.array, tables_X
     seen_XWMT = places_MT < lengths_XW[..., None, None]
     scores_XWMGRT = mx.where(seen_XWMT[:, :, :, None, None], scores_XWMGRT, -mx.inf)
     largest = mx.maximum(scores_XWMGRT.max(axis=(2, 5), keepdims=True), _NOTHING)
-    exps_XWMGRT = mx.exp(scores_XWMGRT - largest)
+    exps_XWMGRT = exp(scores_XWMGRT - largest)
     weighted = (exps_XWMGRT @ values[tables_XM].astype(mx.float32)[:, None]).sum(axis=2)
     total = exps_XWMGRT.sum(axis=-1, keepdims=True).sum(axis=2)
     return _Part(largest.squeeze(2), total, weighted)
@@ -87,7 +88,7 @@ def _attend_range(q_XW1GRH: mx.array, keys: mx.array, values: mx.array, tables_X
 
 def _merged(one: _Part, other: _Part) -> _Part:
     largest = mx.maximum(one.largest, other.largest)
-    scale_one, scale_other = mx.exp(one.largest - largest), mx.exp(other.largest - largest)
+    scale_one, scale_other = exp(one.largest - largest), exp(other.largest - largest)
     return _Part(
         largest,
         one.total * scale_one + other.total * scale_other,
@@ -187,7 +188,7 @@ def pick(logits: mx.array, uniform: mx.array) -> tuple[mx.array, mx.array]:
     """
     num_rows, num_words = logits.shape
     largest_R1 = logits.max(axis=-1, keepdims=True)
-    exps_RV = mx.exp(logits - largest_R1)
+    exps_RV = exp(logits - largest_R1)
     if num_words <= ONE_SUM_WORDS:
         cumulative_RV = mx.cumsum(exps_RV, axis=-1)
         total_R1 = cumulative_RV[:, -1:]

@@ -33,6 +33,10 @@ class State(IntEnum):
     DONE = 3
 
 
+_WAITING, _RUNNING, _READY, _DONE = (int(state) for state in State)
+"""As numpy compares them at once; they are read a hundred times a step."""
+
+
 @dataclass(slots=True)
 class Counts:
     """What a schedule has done so far. `prompt_tokens`: of prompts, once for each time they were fed."""
@@ -74,7 +78,7 @@ class Schedule:
         # Of a stem all it has, of an episode all but the prompt's last token: what a stem of its prompt has or would have.
         self._prompts = np.concatenate([self.prompt_length - 1, self.length[self.num_episodes :]]).astype(np.int32)
         self.fed = np.zeros(num, np.int64)
-        self.state = np.full(num, State.WAITING, np.int8)
+        self.state = np.full(num, _WAITING, np.int8)
         self._awaits = np.zeros(num, bool)
         """An environment's reply: fed nothing until it is there, whatever its state."""
         self.counts = Counts()
@@ -99,16 +103,16 @@ class Schedule:
     @property
     def num_running(self) -> int:
         """Episodes with pages."""
-        return int((self.state[: self.num_episodes] == State.RUNNING).sum())
+        return int((self.state[: self.num_episodes] == _RUNNING).sum())
 
     @property
     def is_over(self) -> bool:
         """True once every episode is done."""
-        return bool((self.state[: self.num_episodes] == State.DONE).all())
+        return bool((self.state[: self.num_episodes] == _DONE).all())
 
     def has_begun(self, episode: int) -> bool:
         """True if anything of an episode was ever fed beyond its stem, or it runs."""
-        return bool(self.state[episode] != State.WAITING or self.length[episode] > self.prompt_length[episode])
+        return bool(self.state[episode] != _WAITING or self.length[episode] > self.prompt_length[episode])
 
     def lineage(self, sequence: int) -> list[tuple[int, int]]:
         """The stems a sequence begins with, the nearest first, and how many tokens it has from each."""
@@ -140,7 +144,7 @@ class Schedule:
     def finish(self, sequence: int) -> None:
         """A sequence is over: its pages are free, and its stem's, once nobody else begins with it."""
         self._let_go(sequence)
-        self.state[sequence] = State.DONE
+        self.state[sequence] = _DONE
         parent = int(self._parent[sequence])
         if parent >= 0:
             self._children[parent] -= 1
@@ -149,7 +153,7 @@ class Schedule:
 
     def forget_all(self) -> None:
         """What is in the cache is lost: everything that runs is parked."""
-        for sequence in np.flatnonzero((self.state == State.RUNNING) | (self.state == State.READY)):
+        for sequence in np.flatnonzero((self.state == _RUNNING) | (self.state == _READY)):
             self._park(int(sequence))
 
     def plan(self, budget_tokens: int, *, max_rows: int | None = None, may_begin: bool = True) -> Work | None:
@@ -191,7 +195,7 @@ class Schedule:
         self.counts.tokens += work.num_tokens
         self.fed[sequences] += work.counts
         stems = sequences[(~is_episode) & (self.fed[sequences] == self.length[sequences])]
-        self.state[stems] = State.READY
+        self.state[stems] = _READY
 
     def _with_room(self, budget_tokens: int) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
         """Sequences that have pages for what they are to be fed; none if nobody runs."""
@@ -204,7 +208,7 @@ class Schedule:
 
     def _chosen(self, budget_tokens: int) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
         """Running sequences in order of age, and how many tokens each gets."""
-        running = np.flatnonzero((self.state == State.RUNNING) & ~self._awaits)
+        running = np.flatnonzero((self.state == _RUNNING) & ~self._awaits)
         pending = (self.length - self.fed)[running]
         order = np.lexsort((self._age[running], pending != 1))
         counts = pending[order]
@@ -223,7 +227,7 @@ class Schedule:
         needy = np.flatnonzero((-(-ends // size) > self._held[sequences]) | self._tail_shared[sequences])
         for index in needy[np.argsort(self._age[sequences[needy]], kind="stable")]:
             sequence, end = int(sequences[index]), int(ends[index])
-            if self.state[sequence] != State.RUNNING:
+            if self.state[sequence] != _RUNNING:
                 continue
             start = int(self.fed[sequence])
             while (cost := self._pages.cost(sequence, start, end)) > self._pages.num_free:
@@ -231,7 +235,7 @@ class Schedule:
                     break
             else:
                 self._grow(sequence, start, end)
-        return self.state[sequences] == State.RUNNING
+        return self.state[sequences] == _RUNNING
 
     def _grow(self, sequence: int, start: int, end: int) -> None:
         copies = self._pages.grow(sequence, start, end)
@@ -249,7 +253,7 @@ class Schedule:
     def _reclaim(self, sequence: int, cost: int) -> bool:
         """Free some pages for a sequence; False if the sequence itself had to go, being the youngest."""
         for victim in self._victims(sequence):
-            if self.state[victim] == State.RUNNING:
+            if self.state[victim] == _RUNNING:
                 self.counts.parked += 1
             self._park(victim)
             return victim != sequence
@@ -258,8 +262,8 @@ class Schedule:
     def _victims(self, sequence: int) -> Iterator[int]:
         """Who gives way to a sequence, in order: idle stems of younger episodes, the youngest that is held or else runs, other stems."""
         own = int(self._parent[sequence])
-        ready = [int(stem) for stem in np.flatnonzero(self.state == State.READY)[::-1]]
-        running = np.flatnonzero(self.state == State.RUNNING)
+        ready = [int(stem) for stem in np.flatnonzero(self.state == _READY)[::-1]]
+        running = np.flatnonzero(self.state == _RUNNING)
         busy = set(self._parent[running].tolist())
         idle = [stem for stem in ready if stem != own and stem not in busy and self._frees(stem)]
         yield from (stem for stem in idle if self._age[stem] > self._age[sequence])
@@ -276,7 +280,7 @@ class Schedule:
     def _park(self, sequence: int) -> None:
         self._let_go(sequence)
         self.fed[sequence] = 0
-        self.state[sequence] = State.WAITING
+        self.state[sequence] = _WAITING
 
     def _let_go(self, sequence: int) -> None:
         self._pages.release(sequence)
@@ -291,12 +295,12 @@ class Schedule:
 
     def _admit(self, max_rows: int, *, may_begin: bool) -> None:
         """Give slots and shared pages to who waits, the oldest first, as far as slots and pages go."""
-        waiting = np.flatnonzero((self.state == State.WAITING)[: self.num_episodes] & ~self._awaits[: self.num_episodes])
+        waiting = np.flatnonzero((self.state == _WAITING)[: self.num_episodes] & ~self._awaits[: self.num_episodes])
         if not len(waiting):
             return
         begun = None if may_begin else {int(self._questions[e]) for e in range(self.num_episodes) if self.has_begun(e)}
         promised = self._promised()
-        is_running = self.state == State.RUNNING
+        is_running = self.state == _RUNNING
         num_running, num_rows = int(is_running.sum()), int(is_running[: self.num_episodes].sum())
         for episode in waiting.tolist():
             if begun is not None and int(self._questions[episode]) not in begun:
@@ -319,13 +323,13 @@ class Schedule:
     def _next_to_feed(self, sequence: int) -> int | None:
         """The sequence itself, or the stem that has to be fed before it; None if one is being fed."""
         parent = int(self._parent[sequence])
-        if parent < 0 or self.state[parent] == State.READY:
+        if parent < 0 or self.state[parent] == _READY:
             return sequence
-        return None if self.state[parent] == State.RUNNING else self._next_to_feed(parent)
+        return None if self.state[parent] == _RUNNING else self._next_to_feed(parent)
 
     def _promised(self) -> int:
         """Pages that running episodes are still expected to take."""
-        running = np.flatnonzero(self.state == State.RUNNING)
+        running = np.flatnonzero(self.state == _RUNNING)
         full = -(-self.length[running] // self._pages.key.page_tokens)
         full = np.where(running < self.num_episodes, np.maximum(full, self._expected_pages), full)
         return int(np.clip(full - self._held[running] + self._tail_shared[running], 0, None).sum())
@@ -338,7 +342,7 @@ class Schedule:
 
     def _begin(self, sequence: int) -> None:
         parent, shared = int(self._parent[sequence]), int(self._shared[sequence])
-        self.state[sequence] = State.RUNNING
+        self.state[sequence] = _RUNNING
         self._slots[sequence] = self._free_slots.pop()
         source = ZERO_SLOT
         if parent >= 0:

@@ -232,7 +232,7 @@ class Sweep:
         self._mask[playing, places] = 1
         self._num_sampled += len(playing)
         limits = self._environment.limits
-        stopped = np.isin(tokens, self._stop_ids)
+        stopped = (tokens[:, None] == self._stop_ids).any(axis=1)
         turn_ended = (
             stopped | (places + 1 - self._turn_start[playing] >= limits.max_turn_tokens) | (places + 1 >= limits.max_episode_tokens)
         )
