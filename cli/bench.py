@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cli.doctor.bucket import measure_line
-from cli.doctor.machine import memory_plan
+from cli.doctor.machine import memory_plan, our_bytes
 from cli.doctor.open import open_scene, scene_of
 from cli.doctor.scene import Scene
 from cli.say import bytes_text, counted, talk
@@ -57,6 +57,11 @@ def measure(file: Path | None, groups: int, state: Path | None) -> Rates | None:
             f"{scene.config.model}: its config.json is not here", hint="name a configuration whose model is, or join first"
         )
     plan = memory_plan(scene, MOST_GROUPS)
+    if plan is not None and plan.weights_bytes + plan.step_bytes > our_bytes(scene):
+        raise UsageError(
+            f"weights of {bytes_text(plan.weights_bytes)} do not fit the {bytes_text(our_bytes(scene))} that may be ours here",
+            hint="use a Mac with more memory, or wire several together",
+        )
     widest = groups or (plan.groups if plan is not None else 1)
     if not 1 <= widest <= 64:
         raise UsageError(f"--groups {groups}: from 1 to 64")
@@ -69,6 +74,8 @@ def measure(file: Path | None, groups: int, state: Path | None) -> Rates | None:
     ]  # fmt: skip
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"measuring took longer than {LIMIT_SECONDS:.0f} s", hint="measure fewer groups with --groups") from None
     finally:
         config.unlink()
     if done.returncode:

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -38,6 +37,7 @@ from worker_mac.identity import Identity
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
 from worker_mac.player import Player
+from worker_mac.senses import read_battery
 from worker_mac.sweep import Casting
 from worker_mac.versions import Served
 from worker_mac.watts import Meter, metered, watts_here
@@ -51,10 +51,23 @@ ENOUGH: Final = 0.9
 PROMPT_TOKENS: Final = 512
 """Of each group, once for its episodes."""
 NUM_STEPS: Final = 24
-WIDTH_SECONDS: Final = 8.0
-"""A width is measured for so many steps, or this long."""
 NUM_WARM: Final = 2
 _BLOCK_BYTES: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long measuring may take."""
+
+    width_seconds: float = 8.0
+    """A width is measured for `NUM_STEPS`, or this long from where all its episodes decode."""
+    prompt_seconds: float = 60.0
+    """In which a width has to have read its prompts."""
+    most_seconds: float = 600.0
+    """No wider one is begun after so long."""
+
+
+PATIENCE: Final = Patience()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +142,33 @@ class Chatter:
         return Outcome(0.0, {})
 
 
-def measure(player: Player, served: Served, num_groups: int, group_size: int) -> tuple[float, float]:
-    """Tokens a second of `num_groups` groups in one batch, and the seconds of one step in which all of them decode."""
+def measure(player: Player, served: Served, num_groups: int, group_size: int, patience: Patience = PATIENCE) -> tuple[float, float]:
+    """Tokens a second of `num_groups` groups in one batch, and the seconds of one step in which all of them decode.
+
+    Raises UsageError if memory does not hold them at once, or their prompts take too long.
+    """
     castings = [Casting(group, str(group), group * group_size + one) for group in range(num_groups) for one in range(group_size)]
-    num_rows, steps = len(castings), list[tuple[float, int]]()
-    began = time.monotonic()
+    num_rows, took = len(castings), list[float]()
+    began, before = time.monotonic(), (time.perf_counter(), 0)
+
+    def on_step(done: int, tokens: int) -> None:
+        nonlocal before
+        now = time.perf_counter()
+        if tokens - before[1] == num_rows:
+            took.append(now - before[0])
+        before = now, tokens
+
+    def is_late() -> bool:
+        return not took and time.monotonic() - began > patience.prompt_seconds
 
     def should_stop() -> bool:
-        return len(steps) > NUM_WARM + 2 and time.monotonic() - began > WIDTH_SECONDS
+        return is_late() or (len(took) > NUM_WARM and sum(took) > patience.width_seconds)
 
-    player.play(
-        served, castings, lambda group, episodes: None, should_stop=should_stop,
-        on_step=lambda done, tokens: steps.append((time.perf_counter(), tokens)),
-    )  # fmt: skip
-    took = [now - before for (before, had), (now, has) in pairwise(steps) if has - had == num_rows]
+    player.play(served, castings, lambda group, episodes: None, should_stop=should_stop, on_step=on_step)
     if not took:
-        raise UsageError(f"{num_groups} groups do not fit this Mac's memory at once", hint="name fewer with --groups")
+        late = f"{num_groups} groups have not read their prompts after {patience.prompt_seconds:.0f} s"
+        full = f"{num_groups} groups do not fit this Mac's memory at once"
+        raise UsageError(late if is_late() else full, hint="name fewer with --groups")
     step_seconds = float(np.median(took[NUM_WARM:] or took))
     return num_rows / step_seconds, step_seconds
 
@@ -158,10 +182,12 @@ def bench(
     folder: Path,
     allowed: MacHost,
     meter: Meter = watts_here,
+    patience: Patience = PATIENCE,
 ) -> Measured:
     """Measure all widths, narrowest first, in an empty `folder`; then an update of the weights.
 
-    Raises WeightsError if this MLX computes wrongly, UsageError for a width that memory does not hold.
+    A width that memory does not hold, or that is too slow to measure, ends it: what was measured before counts. Raises
+    WeightsError if this MLX computes wrongly, UsageError if not even the narrowest can be measured.
     """
     verdict = selftest.run()
     fingerprint = selftest.require(verdict)
@@ -176,9 +202,19 @@ def bench(
     rates: dict[int, float] = {}
     steps: dict[int, float] = {}
     draws: dict[int, float | None] = {}
+    began = time.monotonic()
     for width in widths:
-        with metered(meter) as draw:
-            rates[width], steps[width] = measure(player, served, width, group_size)
+        if rates and time.monotonic() - began > patience.most_seconds:
+            sys.stderr.write(f"{width:3} groups  not measured: it takes too long here\n")
+            break
+        try:
+            with metered(meter) as draw:
+                rates[width], steps[width] = measure(player, served, width, group_size, patience)
+        except UsageError as fault:
+            if not rates:
+                raise
+            sys.stderr.write(f"{width:3} groups  not measured: {fault.message}\n")
+            break
         draws[width] = draw.watts
         sys.stderr.write(f"{width:3} groups  {rates[width]:8.1f} tokens/s  {steps[width] * 1e3:8.1f} ms a step\n")
         player.drop_pool()
@@ -224,6 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             widths = [width for width in WIDTHS if width <= asked.groups]
             own = asked.state / "mac.toml"
             allowed = load_mac_host(own if own.is_file() else None)
+            if read_battery()[0] is False:
+                sys.stderr.write("on battery: the same on mains may be faster, and the knee another\n")
             with tempfile.TemporaryDirectory(dir=asked.state) as folder:
                 measured = bench(config, asked.dtype, widths, asked.group_size, folder=Path(folder), allowed=allowed)
             keep(asked.state, measured)
@@ -232,6 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StoaError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
         return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:  # who started it says that it was stopped; an earlier knee stays
+        return 3
     sys.stdout.write(json.dumps(asdict(measured)) + "\n")
     return 0
 

@@ -82,9 +82,10 @@ def read_learned(folder: Path) -> Learned:
     """What was learned in a run, from its folder; nothing if there is none or it is damaged."""
     found = _read(folder / LEARNED_FILE)
     try:
-        return Learned(float(found["mean_tokens"]), int(found["most_groups"]), int(found["num_calm"]))
-    except (KeyError, TypeError, ValueError):
+        mean, most, calm = float(found["mean_tokens"]), int(found["most_groups"]), int(found["num_calm"])
+    except (KeyError, TypeError, ValueError, OverflowError):
         return Learned()
+    return Learned(mean, most, calm) if 0.0 <= mean < math.inf and most >= 0 else Learned()
 
 
 def write_learned(folder: Path, learned: Learned) -> None:

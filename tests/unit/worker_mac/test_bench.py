@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,14 +15,21 @@ from hypothesis import strategies as st
 from cli.bench import kernel_lines, read, sentences
 from stoa.config.host import MacHost
 from stoa.config.load import PROJECT_ROOT
+from stoa.config.run import Rollout
+from stoa.contracts.errors import UsageError
 from stoa.weights.layout import layout_of
 from tests.unit.worker_mac.policies import TINY
-from worker_mac.bench import Measured, bench, keep, knee, random_weights
+from worker_mac.bench import Chatter, Measured, Patience, bench, keep, knee, measure, random_weights
 from worker_mac.bench_update import ONE_IN, Update, measure_update
 from worker_mac.forced import Forced
+from worker_mac.guest import Guest
 from worker_mac.identity import Identity
+from worker_mac.memory import plan_memory
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
+from worker_mac.pace import MOST_TOKENS
+from worker_mac.player import Player
+from worker_mac.versions import Served
 from worker_mac.watts import metered, read_macmon, read_powermetrics
 from worker_mac.width import read_knee
 
@@ -68,6 +76,42 @@ def test_all_widths_are_measured_and_the_model_is_named(tmp_path: Path) -> None:
     assert measured.model == layout_of(TINY, "float32").layout_id
     assert measured.knee_groups in (1, 2) and measured.peak_bytes > 0
     assert measured.step_seconds == pytest.approx(4 * measured.knee_groups / measured.tokens_per_second[measured.knee_groups])
+
+
+class Narrow(Player):
+    """A Mac that holds one group."""
+
+    def _memory_bytes(self) -> int | None:
+        play = self._play_of(self._environment.question_ids("train")[0])
+        return plan_memory(self._model, play, most_groups=1, memory_bytes=None, step_tokens=MOST_TOKENS).total_bytes
+
+
+def narrow(folder: Path) -> tuple[Narrow, Served]:
+    """It, and weights for it."""
+    layout, config = layout_of(TINY, "float32"), read_model_config(TINY)
+    live = random_weights(layout)
+    rollout, guest = Rollout(groups=4, group_size=4), Guest(MacHost())
+    player = Narrow(Chatter(config.vocab_size), rollout, layout, config, guest, folder=folder, state_folder=folder)
+    return player, Served(0, "bench", Model(config, live.arrays), live)
+
+
+def test_a_width_that_memory_does_not_hold_is_told(tmp_path: Path) -> None:
+    player, served = narrow(tmp_path)
+    assert measure(player, served, 1, 4)[0] > 0
+    with pytest.raises(UsageError, match="4 groups do not fit"):
+        measure(player, served, 4, 4)
+    mx.set_memory_limit(1 << 40)
+
+
+def test_what_was_measured_before_a_width_that_cannot_be_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def measured(widths: list[int], patience: Patience) -> Measured:
+        return bench(TINY, "float32", widths, 4, folder=tmp_path, allowed=MacHost(), meter=lambda: None, patience=patience)
+
+    with pytest.raises(UsageError, match="1 groups have not read their prompts after 0 s"):
+        measured([1], Patience(prompt_seconds=0.0))
+    found = measured([1, 2], Patience(most_seconds=0.0))
+    assert set(found.tokens_per_second) == {1} and found.knee_groups == 1
+    assert "2 groups  not measured: it takes too long here" in capsys.readouterr().err
 
 
 def stoa(*arguments: str) -> subprocess.CompletedProcess[str]:

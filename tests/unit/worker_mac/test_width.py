@@ -79,6 +79,9 @@ def test_what_was_learned_is_kept_and_what_is_damaged_is_forgotten(tmp_path: Pat
     for path in tmp_path.iterdir():
         path.write_text('{"format": 1, "model": "m", "knee_groups": "many", "mean_tokens": []}')
     assert (read_knee(tmp_path, "m"), read_learned(tmp_path)) == (0, FRESH)
+    for number in ("NaN", "Infinity", "-3"):  # JSON as Python reads it
+        (tmp_path / "width.json").write_text(f'{{"mean_tokens": {number}, "most_groups": 1, "num_calm": 0}}')
+        assert read_learned(tmp_path) == FRESH
     for path in tmp_path.iterdir():
         path.write_bytes(b"\xff\x00{")
     assert (read_knee(tmp_path, "m"), read_learned(tmp_path)) == (0, FRESH)
