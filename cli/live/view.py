@@ -156,7 +156,8 @@ def _flow_line(record: RunRecord) -> tuple[str, ...]:
 def _waits(record: RunRecord) -> str:
     if record.state in ENDED:
         return f"ended: {record.end_reason or 'no reason told'}"
-    return f"waits: {record.waiting_for or 'for nothing'}"
+    what = record.waiting_for or "for nothing"
+    return what if "waiting" in what else f"waits: {what}"
 
 
 def _cost_line(record: RunRecord) -> str:

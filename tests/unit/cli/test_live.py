@@ -324,6 +324,8 @@ def test_macs_of_a_paused_run_are_not_shown_as_if_they_played() -> None:
     rows = {row.host: (row.state, row.reason) for row in fleet_lines(running(state="paused", held="waits", sessions=macs), Rates())}
     assert rows == {"mac-1": ("waits", "the run is paused"), "mac-2": ("away", "lost")}
     view = view_of(Look(0.0, running(state="paused", held="waits")), None, 8)
+    sentence = "paused (tea): waiting for `stoa resume demo`"
+    assert sentence in view_of(Look(0.0, running(waiting_for=sentence)), None, 8).run, "and not that it waits for waiting"
     assert (view.run[0], view.slowest) == ("run demo: paused at 12 s", ""), "who waits is not slow"
 
 
