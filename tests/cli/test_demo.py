@@ -58,6 +58,14 @@ def steps_done(out: Path) -> int:
         return 0
 
 
+def said_by(out: Path, name: str) -> str:
+    """A process's log: with something in it, the process is past its start."""
+    try:
+        return (out / "logs" / f"{name}.log").read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
 def nothing_left(out: Path, seconds: float = 25.0) -> bool:
     deadline = time.monotonic() + seconds
     while left_behind(out) and time.monotonic() < deadline:
@@ -165,8 +173,7 @@ def test_kill_of_a_mac_and_of_the_trainer_loses_and_doubles_nothing(tmp_path: Pa
 def test_a_demo_that_is_stopped_or_killed_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "demo"
     process = start(out, "--workers", "1", "--minutes", "1.5")
-    wait_for(lambda: "mac-1" in processes(out), 60, process)
-    time.sleep(4.0)
+    wait_for(lambda: "mac-1" in processes(out) and said_by(out, "mac-1"), 60, process)
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == (-9 if number == signal.SIGKILL else 3)
