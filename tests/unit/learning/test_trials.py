@@ -116,6 +116,17 @@ def test_sweeps_without_groups_that_can_be_compared_release_nobody_and_those_not
     assert trials.news([]) == (), "who comes again begins anew"
 
 
+def test_groups_of_macs_on_trial_that_were_trained_on_before_are_nothing_to_compare_with() -> None:
+    """Where all that is left of a fleet is on trial nobody is trusted, and what was admitted has to do."""
+    chance = np.random.default_rng(12)
+    trials = Trials(1, set())
+    trials.hold(["one", "two"])
+    for host in ("one", "two"):
+        played(trials, host, 0, chance, num=MIN_GROUPS)
+    before = [Sample(host, 3, 0, 0, mismatch(chance)) for host in ("one", "two") for _ in range(9)]
+    assert trials.news(before) == (Standing("one", 1, "clean"), Standing("two", 1, "clean"))
+
+
 def test_more_news_than_fit_come_later_with_verdicts_first() -> None:
     chance = np.random.default_rng(6)
     trials = Trials(1, set())
