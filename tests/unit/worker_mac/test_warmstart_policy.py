@@ -13,8 +13,10 @@ from environments.demonstrations import Demonstration
 from environments.teachers import teach
 from stoa.contracts.errors import CheckpointError, UsageError
 from worker_mac.warmstart import memory, policy
-from worker_mac.warmstart.batches import Batch
+from worker_mac.warmstart.batches import Batch, Host, split_rows
 from worker_mac.warmstart.export import hub_names
+from worker_mac.warmstart.learner import Learner
+from worker_mac.warmstart.ranks import Ranks
 from worker_mac.warmstart.settings import Settings
 
 POLICY = Path(__file__).parents[3] / "environments/search/policy"
@@ -84,6 +86,37 @@ def test_the_gradient_is_pytorchs() -> None:
             assert np.abs(ours - theirs[hub]).max() <= 2e-6 * norm, hub
             seen.add(hub)
     assert seen == set(theirs)
+
+
+class Second:
+    """The first of two ranks; the second's part of every sum is given."""
+
+    rank, size = 0, 2
+
+    def __init__(self, part: mx.array) -> None:
+        self._part = part
+
+    def sum(self, vector: mx.array) -> mx.array:
+        return vector + self._part
+
+
+def test_a_step_is_by_the_weight_of_all_targets_whoever_computed_which_row() -> None:
+    """Neither by rows nor by tokens: Adam would hide a wrong divisor, the clipped length does not."""
+    rows = [
+        Demonstration(row.ids, [w * share for w in row.weights]) for row, share in zip(demonstrations(4), (1, 0.25, 3, 0.5), strict=True)
+    ]
+    loss, theirs = torch_gradients(rows)
+    weight = sum(sum(row.weights) for row in rows)
+    norm = float(np.sqrt(sum((gradient**2).sum() for gradient in theirs.values()))) / weight
+    asked, host = replace(SETTINGS, mode="full"), Host(1.0, 1000)
+    theirs_too = split_rows([len(row.ids) for row in rows], [host, host])[1]
+    other = taught(asked).gradient(Batch.of([rows[index] for index in theirs_too]))
+    part = mx.concatenate([mx.array([other.loss, other.weight]), *(array.reshape(-1) for array in other.arrays.values())])
+    assert 0 < len(theirs_too) < len(rows) and list(other.arrays) == list(taught(asked).trained)
+    for ranks, hosts in ((Ranks(), [host]), (Second(part), [host, host])):
+        found = Learner(taught(asked), asked, ranks, hosts=hosts, rows_at=lambda _: 3).step(0, rows)
+        assert (found.num_rows, found.rows_left_out) == (4, 0)
+        assert found.loss == pytest.approx(loss / weight, rel=1e-4) and found.gradient_norm == pytest.approx(norm, rel=1e-3)
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
