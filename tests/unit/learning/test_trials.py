@@ -123,7 +123,7 @@ def test_groups_of_macs_on_trial_that_were_trained_on_before_are_nothing_to_comp
     trials.hold(["one", "two"])
     for host in ("one", "two"):
         played(trials, host, 0, chance, num=MIN_GROUPS)
-    before = [Sample(host, 3, 0, 0, mismatch(chance)) for host in ("one", "two") for _ in range(9)]
+    before = [Sample("one", 3, 0, 0, mismatch(chance)) for _ in range(9)]
     assert trials.news(before) == (Standing("one", 1, "clean"), Standing("two", 1, "clean"))
 
 
