@@ -62,6 +62,12 @@ def test_synonym_may_stand_beside_the_answer_and_nothing_else(prediction: str, s
     assert match(prediction, ["tumor necrosis factor alpha", "TNF-alpha", "TNF", "--", ""]).strict_cover == strict_cover
 
 
+def test_a_synonym_inside_another_does_not_break_it_up() -> None:
+    answers = ["retinal purple pigment", "retinal purple", "retinal"]
+    assert match("retinal purple pigment (retinal purple)", answers).strict_cover
+    assert not match("retinal purple pigment (retinal green)", answers).strict_cover
+
+
 @pytest.mark.parametrize("joiner", [" ", " or ", ", ", " and ", "/"])
 def test_listing_answers_never_scores(joiner: str) -> None:
     for words in set(RELATIONS.values()):

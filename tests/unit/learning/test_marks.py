@@ -43,6 +43,11 @@ def test_questions_needed_are_those_of_the_table(num: int, at_20: float, at_30: 
     assert questions_needed(-at_30, 0.3) == pytest.approx(num, rel=0.04)
 
 
+def test_questions_needed_by_hand() -> None:
+    """(1.959964 sqrt(0.3) + 0.841621 sqrt(0.3 - 0.04))**2 / 0.04 = 56.45."""
+    assert questions_needed(0.2, 0.3) == 57
+
+
 def test_mcnemar_is_the_binomial_test() -> None:
     assert mcnemar(0, 0) == 1.0
     assert mcnemar(5, 5) == 1.0
