@@ -13,7 +13,7 @@ from typing import Final
 
 from cli.follow import reached
 from cli.inviting import write_token
-from cli.launch import Launched, launch, open_store
+from cli.launch import Launched, check, launch, open_store
 from cli.live.progress import Progress
 from cli.processes import Child, Household, end_leftovers, ignored_signals
 from cli.report.collect import Collector, with_end
@@ -79,7 +79,7 @@ class _Worker:
 
 def run_demo(options: Options) -> Outcome:
     """Do all of it. Whatever happens, every process that was started is ended before this returns or raises."""
-    load_run(options.config, options.sets, environ={})  # a wrong setting is told before a folder is made
+    check(load_run(options.config, options.sets, environ={}))  # what cannot be is told before a folder is made
     claim_folder(options.out)
     with Household(options.out) as house:
         services = start_services(house, options.out / "state", options.out / "logs", bucket_credentials(Bucket()), Ports())
