@@ -253,6 +253,13 @@ def test_half_a_character_in_an_answer_is_replaced(broken: ThreadingHTTPServer) 
     assert client.search("liver", 3) == (Passage("?", "a ? b", 2.0),)
 
 
+def test_what_is_remembered_is_of_as_many_passages_as_were_asked_for(folder: Path) -> None:
+    local = LocalRetriever(folder)
+    three = local.search("w1 w2", 3)
+    assert len(three) == 3
+    assert (local.search("w1 w2", 1), local.search("w1 w2", 3)) == (three[:1], three)
+
+
 def test_what_several_ask_for_at_once_is_looked_for_once_and_an_outage_is_everybodys() -> None:
     remembered, begun, found = Remembered(), threading.Event(), (Passage("1", "liver", 1.0),)
     outcomes: list[object] = [InfrastructureFaultError("away"), found]
