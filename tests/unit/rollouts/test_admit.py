@@ -87,6 +87,12 @@ def test_an_episode_cut_off_by_a_limit_is_admitted():
     assert [e.reward for e in found.episodes] == [0.0, 0.0, 1.0, 1.0]
 
 
+def test_a_turn_without_its_end_is_admitted_only_where_the_episode_is_full():
+    cut = toy.group(plays=(((6, 2, 2),), toy.WRONG, toy.WRONG, toy.WRONG))
+    assert len(judge(cut, rules=toy.rules(max_episode_tokens=5)).episodes) == 4
+    assert reason_of(lambda: judge(cut, rules=toy.rules(max_episode_tokens=6))) == Reason.WRONG_TURNS
+
+
 HONEST = toy.group()
 LAST_WRONG = len(HONEST.episodes[1].ids) - 1
 
