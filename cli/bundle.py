@@ -135,7 +135,7 @@ def tail(log: Path) -> str:
 def _doctor(config: RunConfig) -> str:
     began = time.monotonic()
     role = installed_role()
-    found = examine(checks.ALL, scene_of(config, role))
+    found = examine(checks.ALL, scene_of(config, role), advice=checks.ADVICE)
     return checks.as_json(found, time.monotonic() - began)
 
 

@@ -51,7 +51,10 @@ def join_wired(
 
 def _is_fit(hosts_file: Path, entry: Entry, folder: Path) -> bool:
     scene = scene_of_mac(entry, folder)
-    found = [*examine(checks.chosen(checks.BEFORE_WIRED), scene, checks.SHORT_SECONDS), *wired.examine_hosts(hosts_file, scene)]
+    found = [
+        *examine(checks.chosen(checks.BEFORE_WIRED), scene, checks.SHORT_SECONDS, checks.ADVICE),
+        *wired.examine_hosts(hosts_file, scene),
+    ]
     bad = [one for one in found if one.verdict != "pass"]
     checks.tell(bad, Console(file=sys.stderr, highlight=False, soft_wrap=True))
     fit = all(one.verdict != "fail" for one in found)

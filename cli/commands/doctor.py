@@ -32,7 +32,7 @@ def doctor(
     began = time.monotonic()
     try:
         scene = open_scene(file, role or None, state)
-        found = examine(checks.ALL, scene)
+        found = examine(checks.ALL, scene, advice=checks.ADVICE)
         if hosts is not None:
             from cli.doctor.wired import examine_hosts
 

@@ -35,6 +35,8 @@ ALL: Final[tuple[tuple[str, Check], ...]] = (
     (bucket.BANDWIDTH, bucket.check_bandwidth),
     (servers.OUTBOUND, servers.check_outbound),
 )
+ADVICE: Final = frozenset({machine.POWER, machine.PROGRAMS, bucket.BANDWIDTH})
+"""What warns at most."""
 BEFORE_RUN: Final = (packages.NAME, machine.DISK, model.TEMPLATE, servers.CLOCK)
 """What `stoa run` does not find out by itself a moment later."""
 BEFORE_JOIN: Final = (packages.NAME, machine.WORKER, machine.DISK, machine.MEMORY, machine.POWER, machine.PROGRAMS)
@@ -64,7 +66,7 @@ def fit_for_join(entry: Entry, state: Path) -> bool:
 
 
 def _fit(names: Sequence[str], scene: Scene, command: str) -> bool:
-    found = [one for one in examine(chosen(names), scene, SHORT_SECONDS) if one.verdict != "pass"]
+    found = [one for one in examine(chosen(names), scene, SHORT_SECONDS, ADVICE) if one.verdict != "pass"]
     tell(found, Console(stderr=True, highlight=False, soft_wrap=True))
     fit = all(one.verdict != "fail" for one in found)
     if not fit:

@@ -5,7 +5,7 @@ other files'.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -47,13 +47,19 @@ def bad(name: str, found: str, fix: str) -> Finding:
     return Finding(name, "fail", found, fix)
 
 
-def examine(checks: Sequence[tuple[str, Check]], scene: Scene, limit_seconds: float = LIMIT_SECONDS) -> list[Finding]:
-    """Do all checks at once; findings in the order of `checks`. One that gives no answer in time is a failure."""
+def examine(
+    checks: Sequence[tuple[str, Check]], scene: Scene, limit_seconds: float = LIMIT_SECONDS, advice: Container[str] = ()
+) -> list[Finding]:
+    """Do all checks at once; findings in the order of `checks`.
+
+    One that gives no answer in time is a failure, or a warning where its name is among `advice`: what warns at most does not stop
+    anybody because the machine is busy.
+    """
     pool = ThreadPoolExecutor(max_workers=max(1, len(checks)), thread_name_prefix="doctor")
     started = [(name, pool.submit(_timed, check, scene)) for name, check in checks]
     wait([future for _, future in started], limit_seconds)
     pool.shutdown(wait=False, cancel_futures=True)
-    found = [_finding(name, future, limit_seconds) for name, future in started]
+    found = [_finding(name, future, limit_seconds, "warn" if name in advice else "fail") for name, future in started]
     return [one for one in found if one is not None]
 
 
@@ -63,10 +69,10 @@ def _timed(check: Check, scene: Scene) -> Finding | None:
     return None if found is None else replace(found, seconds=round(time.monotonic() - began, 3))
 
 
-def _finding(name: str, future: "Future[Finding | None]", limit_seconds: float) -> Finding | None:
+def _finding(name: str, future: "Future[Finding | None]", limit_seconds: float, late: Verdict) -> Finding | None:
     if not future.done():
         fix = "look whether the network or the disk hangs, then ask again"
-        return Finding(name, "fail", f"no answer in {limit_seconds:g} s", fix, limit_seconds)
+        return Finding(name, late, f"no answer in {limit_seconds:g} s", fix, limit_seconds)
     try:
         return future.result()
     except StoaError as error:

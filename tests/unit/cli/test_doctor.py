@@ -49,14 +49,14 @@ def test_checks_run_together_in_order_and_one_that_hangs_fails_at_the_limit(scen
         raise PermissionError(13, "Permission denied", "/somewhere")
 
     began = time.monotonic()
-    many = (("a", hangs), ("b", lambda _: None), ("c", refuses), ("d", no_right), ("e", lambda _: good("e", "fine")))
-    found = examine(many, scene, 0.5)
+    many = (("a", hangs), ("advice", hangs), ("b", lambda _: None), ("c", refuses), ("d", no_right), ("e", lambda _: good("e", "fine")))
+    found = examine(many, scene, 0.5, {"advice"})
     assert time.monotonic() - began < 5.0
     ended.set()
-    assert [(one.name, one.verdict) for one in found] == [("a", "fail"), ("c", "fail"), ("d", "fail"), ("e", "pass")]
+    assert [(one.name, one.verdict) for one in found] == [("a", "fail"), ("advice", "warn"), ("c", "fail"), ("d", "fail"), ("e", "pass")]
     assert found[0].found == "no answer in 0.5 s"
-    assert (found[1].found, found[1].fix) == ("it is away", "start it")
-    assert found[2].found == "/somewhere: Permission denied"
+    assert (found[2].found, found[2].fix) == ("it is away", "start it")
+    assert found[3].found == "/somewhere: Permission denied"
 
 
 def test_json_carries_the_worst_verdict(scene: Scene) -> None:
