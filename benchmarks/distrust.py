@@ -177,8 +177,10 @@ class _Fleet:
                 break
             self._publish(checkpoint=self._takeover)
             if self._takeover and not sweep:
-                self._token = self._trainer.acquire(AcquireRequest(RUN, 2), 1, self._quiet).token
-                self._past.append(self._state.copy())  # the same weights, as a version of the new lease
+                acquired = self._trainer.acquire(AcquireRequest(RUN, 2), 1, self._quiet)
+                self._token = acquired.token
+                if acquired.version == len(self._past):  # the same weights, as a version of the new lease
+                    self._past.append(self._state.copy())
         honest = tuple(sorted(set(self._reasons) - set(CHEATS)))
         return Caught(self._sweeps, self._reasons, honest, self._num_sent, self._step, self._trusted, self._failed)
 
