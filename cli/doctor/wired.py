@@ -24,7 +24,7 @@ from worker_mac.cluster.install import installed, ours
 from worker_mac.cluster.probe import BRIDGE, SSH_FAILED, Probe, Said, SshProbe, Wire, last_line, read_wire
 from worker_mac.cluster.split import Found, Split, Strength, limit_bytes, num_bytes_of
 from worker_mac.cluster.tensor import share_layout
-from worker_mac.model_config import read_model_config
+from worker_mac.families import engine_config, engine_layout
 
 HOSTS: Final = "wired hosts"
 LOCAL: Final = WiredHost(HERE)
@@ -272,19 +272,20 @@ def check_split(
     from worker_mac.cluster.set_engine import split_model
 
     name = "layers"
-    if scene.layout is None or scene.model_config is None:
+    if scene.model_config is None:
         return good(name, "the model is not known here yet")
-    config = read_model_config(scene.model_config)
     try:
-        spans = split_model(config, scene.layout, macs, longest_tokens(scene), split)
+        # Of families that are only examined, too: which one a run's policy may be is said elsewhere.
+        config, layout = engine_config(scene.model_config), engine_layout(scene.model_config, scene.settings.learning.dtype)
+        spans = split_model(config, layout, macs, longest_tokens(scene), split)
     except StoaError as error:
         return bad(name, error.message, error.hint)
     known = "" if all(mac.limit_bytes for mac in macs) else "; the memory of some is not known"
     if split == "tensor":
-        share = sum(array.num_bytes for array in share_layout(scene.layout, len(hosts)).arrays)
+        share = sum(array.num_bytes for array in share_layout(layout, len(hosts)).arrays)
         return good(name, f"of each 1/{len(hosts)} on every Mac ({bytes_text(share)} each), convolutions and embedding on all{known}")
     parts = [
-        f"{span.start} to {span.stop - 1} on {host.ssh} ({bytes_text(num_bytes_of(scene.layout, span, config.num_layers))})"
+        f"{span.start} to {span.stop - 1} on {host.ssh} ({bytes_text(num_bytes_of(layout, span, config.num_layers))})"
         for span, host in zip(spans, hosts, strict=True)
     ]
     if not measured and not all(host.bandwidth_bytes for host in hosts):

@@ -27,7 +27,15 @@ from stoa.bucket.exams import ExamPlan, ExamTask, answered, give_back, read_exam
 from stoa.bucket.store import Store
 from stoa.config.load import LOOPBACK_KEY, LOOPBACK_SECRET, Credentials, load_run
 from stoa.config.run import Bucket, RunConfig
-from stoa.contracts.errors import GroupRefusedError, MissingExtraError, ObjectMissingError, ServiceError, StoaError, UsageError
+from stoa.contracts.errors import (
+    CheckpointError,
+    GroupRefusedError,
+    MissingExtraError,
+    ObjectMissingError,
+    ServiceError,
+    StoaError,
+    UsageError,
+)
 from stoa.contracts.evaluation_messages import EvalPlayer
 from stoa.rollouts.records import Group
 from stoa.rollouts.shard import MAX_GROUP_BYTES, NUM_EPISODES, decode_group
@@ -69,13 +77,13 @@ def examine(asked: Asked) -> Exam:
     _check(asked)
     config = load_run(asked.config, asked.sets).model_copy(update={"model": asked.checkpoint})
     folder = locate_model(config)
-    environment = known.create(config.environment.name, config.environment.settings, (folder / "tokenizer.json").read_bytes())
+    environment = known.create(config.environment.name, config.environment.settings, _tokenizer(folder))
     question_ids = question_order(environment, asked.num_questions or NUM_QUESTIONS, asked.seed)
     name = asked.name or f"exam-{uuid.uuid4().hex[:12]}"
     if asked.hosts is not None:
         from cli.evaluation.wired import make_ready
 
-        make_ready(asked.hosts, config, look=asked.look)
+        make_ready(asked.hosts, config.model_copy(update={"model": str(folder)}), look=asked.look)
     shared = open_store(config) if asked.name else None
     children: list[Child] = []
     try:
@@ -98,6 +106,14 @@ def _check(asked: Asked) -> None:
         raise UsageError("--samples is 1 to 16, --workers 1 to 64, --questions 0 or more")
     if asked.hosts is not None and asked.num_workers > 1:
         raise UsageError("a wired set plays as one", hint="leave out --workers, or --hosts")
+
+
+def _tokenizer(folder: Path) -> bytes:
+    try:
+        return (folder / "tokenizer.json").read_bytes()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise CheckpointError(f"{folder / 'tokenizer.json'}: {reason}", hint="an examination needs it beside config.json") from None
 
 
 def _give_back(store: Store, name: str, children: Sequence[Child]) -> None:

@@ -52,12 +52,17 @@ def supervisor_of(asked: Set, say: Callable[[str], None], *, at_login: bool = Fa
     given = () if asked.config is None else (str(asked.config.resolve()),)
     flags = (*(("--kept",) if at_login else ()), *(("--quiet",) if asked.quiet else ()))
     worker = (*given, "--state", str(asked.folder.resolve()), *flags)
-    limits = asked.folder / "mac.toml"
     return Supervisor(
         read_hosts(asked.hosts), SshProbe(), worker, asked.folder.resolve(), available=backends(), say=say,
         split=read_split(asked.hosts), patient=at_login, quiet=asked.quiet,
-        memory_fraction=load_mac_host(limits).memory_fraction if limits.is_file() else None,
+        memory_fraction=fraction_of(asked.folder),
     )  # fmt: skip
+
+
+def fraction_of(folder: Path) -> float | None:
+    """What the first Mac's owner lets weights and pages take, as mac.toml in their folder says; None: the usual. Raises ConfigError."""
+    limits = folder / "mac.toml"
+    return load_mac_host(limits).memory_fraction if limits.is_file() else None
 
 
 def keep_going(asked: Set, say: Callable[[str], None], *, at_login: bool = False) -> int:

@@ -16,11 +16,13 @@ from types import FrameType
 import structlog
 
 from environments.base import Environment
+from stoa.config.load import state_base
 from stoa.config.run import Rollout
 from stoa.contracts.errors import StoaError
 from stoa.telemetry import log as telemetry
 from stoa.weights.layout import Layout
 from worker_mac import exam
+from worker_mac.cluster.agent import fraction_of
 from worker_mac.cluster.hosts import read_hosts, read_split
 from worker_mac.cluster.launch import Supervisor
 from worker_mac.cluster.lead import Ranks, WiredSet
@@ -72,12 +74,17 @@ def take_seat(arguments: Sequence[str], ranks: Ranks, link: Wire, macs: Sequence
     return exam.main(arguments, make=partial(spread, ranks, link, macs, split))
 
 
-def sit(hosts: Path, task: Path, folder: Path) -> int:
-    """Launch the ranks and wait for them; the first one's exit code. Raises WiredError, RankLostError."""
-    supervisor = Supervisor(
+def supervisor_of(hosts: Path, task: Path, folder: Path) -> Supervisor:
+    """What launches the ranks, with what this Mac's owner allows of memory. Raises WiredError, and ConfigError for a mac.toml."""
+    return Supervisor(
         read_hosts(hosts), SshProbe(), (str(task.resolve()),), folder.resolve(), available=backends(), say=_say, split=read_split(hosts),
-        exam=True,
+        memory_fraction=fraction_of(state_base() / "mac"), exam=True,
     )  # fmt: skip
+
+
+def sit(hosts: Path, task: Path, folder: Path) -> int:
+    """Launch the ranks and wait for them; the first one's exit code. Raises WiredError, RankLostError, ConfigError."""
+    supervisor = supervisor_of(hosts, task, folder)
 
     def end(_number: int, _frame: FrameType | None) -> None:
         supervisor.end()

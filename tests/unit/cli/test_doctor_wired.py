@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.wired_cases import STOCK
 from cli.commands.doctor import doctor
 from cli.commands.join import join
 from cli.doctor import wired
@@ -22,7 +23,7 @@ from worker_mac.cluster.launch import MAX_STARTS, UNREACHED_SECONDS
 from worker_mac.cluster.link import STUCK_SECONDS
 from worker_mac.cluster.probe import Said, SshProbe, read_wire
 from worker_mac.cluster.set_engine import split_model
-from worker_mac.cluster.split import Found, Strength, limit_bytes
+from worker_mac.cluster.split import Found, Split, Strength, limit_bytes
 from worker_mac.model_config import read_model_config
 
 MINI = WiredHost("mini.local")
@@ -250,6 +251,19 @@ def test_what_of_each_layer_goes_where_is_told_of_a_tensor_split(tmp_path: Path)
     wide = scene_of(load_run(None).model_copy(update={"model": str(tmp_path)}), "mac", tmp_path)
     found = wired.check_split(wide, macs, (WiredHost("127.0.0.1"), MINI), "tensor")
     assert found.verdict == "pass" and "of each 1/2 on every Mac" in found.found and "convolutions and embedding on all" in found.found
+
+
+def test_the_layers_of_a_family_that_is_only_examined_are_told_and_what_is_not_computed(tmp_path: Path) -> None:
+    def told(split: Split = "pipeline", **changes: object) -> Finding:
+        (tmp_path / "config.json").write_text(json.dumps(STOCK["llama"] | changes))
+        scene = scene_of(load_run(None).model_copy(update={"model": str(tmp_path)}), "mac", tmp_path)
+        return wired.check_split(scene, [Strength(None, 1.0)] * 2, (WiredHost("127.0.0.1"), MINI), split)
+
+    assert told().verdict == "pass" and told().found.startswith("0 to 1 on 127.0.0.1 (")
+    refused = told("tensor", model_type="qwen2")
+    assert refused.verdict == "fail" and "cannot be dealt out" in refused.found
+    refused = told(model_type="nemotron_h")
+    assert refused.verdict == "fail" and "state-space layers are not computed here" in refused.found and "can be examined" in refused.fix
 
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "wired-macs.md"

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from cli.evaluation import shown
+from cli.evaluation.standalone import Asked, examine
 from stoa.bucket.evals import Mark, Summary
-from stoa.contracts.errors import FormatError, UsageError
+from stoa.config.run import RunConfig
+from stoa.contracts.errors import CheckpointError, FormatError, UsageError, WiredError
 from stoa.contracts.evaluation_messages import EvalPlayer, EvaluationResult
 
 
@@ -59,3 +61,27 @@ def test_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(FormatError, match="no evaluation"):
         shown.read(path)
+
+
+POLICY = Path(__file__).parents[3] / "environments" / "search" / "policy"
+
+
+def test_a_checkpoint_without_a_tokenizer_is_told_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((POLICY / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: No such file") as caught:
+        examine(Asked(str(tmp_path), 4, 1, 0, 1, None, ()))
+    assert "beside config.json" in caught.value.hint
+
+
+def test_wired_macs_are_looked_at_for_the_checkpoint_that_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for a model of the same run that this Mac once played."""
+    looked: list[str] = []
+
+    def make_ready(hosts: Path, config: RunConfig, *, look: bool) -> None:
+        looked.append(config.model)
+        raise WiredError("seen")
+
+    monkeypatch.setattr("cli.evaluation.wired.make_ready", make_ready)
+    with pytest.raises(WiredError, match="seen"):
+        examine(Asked("environments/search/policy", 4, 1, 0, 1, None, (), hosts=tmp_path / "hosts.json"))
+    assert looked == [str(POLICY)]

@@ -14,12 +14,14 @@ import pytest
 from stoa.contracts.errors import WiredError
 from tests.unit.worker_mac.test_service import Launchd
 from tests.unit.worker_mac.test_wired_hosts import IFCONFIG, PORTS
-from worker_mac.cluster import agent
+from worker_mac.cluster import agent, sitting
 from worker_mac.cluster import launch as launching
 from worker_mac.cluster.hosts import WiredHost
 from worker_mac.cluster.install import install_lines, link_here, ours
 from worker_mac.cluster.launch import Supervisor
 from worker_mac.cluster.probe import Said
+from worker_mac.cluster.rank import USUAL_FRACTION
+from worker_mac.cluster.rank import Options as RankOptions
 from worker_mac.cluster.rank import read_options as read_rank_options
 from worker_mac.service import LABEL, Service
 
@@ -191,6 +193,21 @@ def test_what_the_first_macs_owner_allows_and_whether_to_be_quiet_holds_on_every
     assert words[words.index("--memory-fraction") + 1] == "0.5" and "--quiet" in words
     assert worker == [str(tmp_path / "run.toml"), "--state", str(folder), "--kept", "--quiet"]
     assert read_rank_options([*words[1:], "--", *worker]).memory_fraction == 0.5
+
+
+def test_an_examination_takes_what_the_first_macs_owner_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOA_STATE", str(tmp_path))
+    (tmp_path / "mac").mkdir()
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text('[{"ssh": "127.0.0.1"}, {"ssh": "127.0.0.1"}]')
+
+    def options() -> RankOptions:
+        words = list(sitting.supervisor_of(hosts, tmp_path / "task.json", tmp_path).plan().line())
+        return read_rank_options(words[words.index("worker_mac.cluster.rank") + 1 :])
+
+    assert options().exam and options().memory_fraction == USUAL_FRACTION
+    (tmp_path / "mac" / "mac.toml").write_text("memory_fraction = 0.5\n")
+    assert options().memory_fraction == 0.5 and options().worker == (str(tmp_path / "task.json"),)
 
 
 def test_launchd_starts_the_set_and_what_fails_three_times_is_parked(tmp_path: Path) -> None:
