@@ -16,7 +16,7 @@ from cli.report.curves import FIGURES
 from cli.report.record import HostShare, RunRecord, Told
 from cli.report.summary import summarise
 from cli.report.write import metric_rows, page, said_of, write_report
-from tests.unit.cli.records import episode, record, session, step, sweep
+from tests.unit.cli.records import episode, record, session, step, sweep, version
 
 VOID = {"meta", "link", "br", "img", "input", "hr", "path", "use", "rect", "circle", "line"}
 
@@ -100,6 +100,28 @@ def test_waits_of_the_trainer_filled_places_and_empty_searches_are_drawn() -> No
     assert lines["places filled"] == pytest.approx([0.9, 0.9])
     assert lines["empty searches"] == pytest.approx([0.0, 0.0])
     assert not figures["busy"].has_data(record())
+
+
+def bars_of(run: RunRecord) -> dict[str, list[float]]:
+    axes = Figure().subplots()
+    next(one for one in FIGURES if one.name == "trainer_time").draw(run, axes)
+    return {str(bars.get_label()): [float(bar.get_height()) for bar in bars] for bars in axes.containers}
+
+
+def test_a_pause_before_a_version_is_not_drawn_as_publishing() -> None:
+    steps = tuple(step(n, version=n - 1) for n in (1, 2, 3))
+    slow = [version(n, latency_seconds=seconds) for n, seconds in enumerate((0.0, 0.5, 0.25, 300.25))]
+    drawn = bars_of(record(steps=steps, versions=tuple(slow)))
+    assert drawn["publishing"] == pytest.approx([0.5, 0.25, 0.5])
+    assert drawn["paused or held up"] == pytest.approx([0.0, 0.0, 299.75])
+    assert drawn["waiting for groups"] == pytest.approx([0.5, 0.5, 0.5])
+
+
+def test_a_slow_publication_among_slow_ones_is_publishing() -> None:
+    steps = tuple(step(n, version=n - 1) for n in (1, 2))
+    drawn = bars_of(record(steps=steps, versions=(version(1, latency_seconds=20.0), version(2, latency_seconds=45.0))))
+    assert drawn["publishing"] == pytest.approx([20.0, 45.0])
+    assert "paused or held up" not in drawn
 
 
 def test_no_picture_is_cut_at_its_edge(folder: Path) -> None:
