@@ -28,13 +28,14 @@ from worker_mac.cluster.follow import Follower
 from worker_mac.cluster.lanes import Lane, Lanes
 from worker_mac.cluster.lead import Ranks, SetDecoder, WiredSet
 from worker_mac.cluster.link import RingLink, Watchdog
-from worker_mac.cluster.set_engine import SPARE_BYTES, split_model
+from worker_mac.cluster.set_engine import split_model
 from worker_mac.cluster.split import Strength, num_bytes_of
 from worker_mac.cluster.stock import StockStage
 from worker_mac.cluster.wire import Channel
 from worker_mac.decoder import Decoder
 from worker_mac.ending import leave
 from worker_mac.forced import Forced
+from worker_mac.memory import SPARE_BYTES
 from worker_mac.model import Model
 from worker_mac.model_config import read_model_config
 from worker_mac.pace import Pace

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from numpy.typing import NDArray
 
-from stoa.contracts.errors import CheckpointError, WrongStateError
+from stoa.contracts.errors import CheckpointError, NonFiniteError, WrongStateError
 from stoa.contracts.ids import StateId
 from stoa.weights import grid
 from stoa.weights.digest import state_id_of
@@ -44,7 +44,10 @@ def bring_in(folder: Path, state: WeightState) -> StateId:
     layout, digests = state.layout, dict[str, str]()
     arrays, quantised, family = open_arrays(folder)
     for spec in layout.tensors:
-        stored = _stored(folder, spec, arrays, family, quantised=quantised)
+        try:
+            stored = _stored(folder, spec, arrays, family, quantised=quantised)
+        except NonFiniteError as error:
+            raise CheckpointError(f"{folder}: {spec.name}: {error.message}", hint="look whether its files are damaged") from error
         for array, bits in zip(spec.arrays, stored, strict=True):
             if bits.shape != array.shape:
                 raise CheckpointError(f"{folder} has {array.name} with shape {bits.shape}; config.json makes it {array.shape}")
@@ -57,20 +60,33 @@ def bring_in(folder: Path, state: WeightState) -> StateId:
     return state_id
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's config.json. Raises CheckpointError."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is not a table")
+    return found
+
+
 def open_arrays(folder: Path) -> tuple[dict[str, mx.array], bool, str]:
     """A checkpoint's arrays by mlx_lm's names, none of them read yet, whether they are on our grid already, and the family.
 
     Raises CheckpointError for another grid, and for files that mlx_lm cannot open.
     """
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
+    config = read_config(folder)
     quantised = config.get("quantization")
-    if quantised is not None and (quantised.get("bits"), quantised.get("group_size")) != (BITS, GROUP_SIZE):
-        raise CheckpointError(
-            f"{folder} is quantised to {quantised.get('bits')} bits in groups of {quantised.get('group_size')}, not {BITS} in {GROUP_SIZE}"
-        )
+    if quantised is not None:
+        said = quantised if isinstance(quantised, dict) else {}
+        bits, size = said.get("bits"), said.get("group_size")
+        if (bits, size) != (BITS, GROUP_SIZE):
+            raise CheckpointError(f"{folder} is quantised to {bits} bits in groups of {size}, not {BITS} in {GROUP_SIZE}")
     try:
         model, _ = load_model(folder, lazy=True)
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{folder} cannot be opened by mlx_lm: {error}", hint="look whether all its files are there") from error
     return dict(tree_flatten(model.parameters())), quantised is not None, str(config.get("model_type"))
 
@@ -85,8 +101,12 @@ def _stored(folder: Path, spec: TensorSpec, arrays: dict[str, mx.array], family:
             raise CheckpointError(f"{folder} has no tensor {name}")
         return found
 
+    # Others leave what they like off the grid, and put a router on it.
+    quantised = quantised and hub_name(family, spec.scales) in arrays
     if spec.kind != "int8":
-        values = np.array(_plain(take, spec, quantised=quantised and hub_name(family, spec.scales) in arrays))
+        values = np.array(_plain(take, spec, quantised=quantised))
+        if not np.isfinite(values).all():
+            raise NonFiniteError("a weight is NaN or infinite")
         return (values if spec.dtype == "float32" else grid.bf16_bits(values),)
     if not quantised:
         return _on_grid(take(spec.name))
@@ -95,7 +115,7 @@ def _stored(folder: Path, spec: TensorSpec, arrays: dict[str, mx.array], family:
 
 
 def _plain(take: Callable[[str], mx.array], spec: TensorSpec, *, quantised: bool) -> mx.array:
-    """A tensor that is not on the grid here, in float32. Others put a router on it."""
+    """A tensor that is not on the grid here, in float32."""
     if not quantised:
         return take(spec.name).astype(mx.float32)
     parts = (take(name) for name in (spec.name, spec.scales, spec.biases))

@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import mlx.core as mx
 import structlog
 
 from environments import known
 from environments.base import Environment
-from metal.sizes import ATTENTION_BYTES
 from stoa.bucket import keys
 from stoa.bucket.exams import EXAM_FORMAT, ExamPlan, ExamTask, answered, claim, open_exam, read_task
 from stoa.bucket.store import Store
@@ -32,12 +31,12 @@ from stoa.rollouts.shard import encode_group
 from stoa.telemetry import log as telemetry
 from stoa.weights.layout import Layout
 from worker_mac import selftest
-from worker_mac.checkpoint import bring_in
+from worker_mac.checkpoint import bring_in, read_config
 from worker_mac.ending import leave
 from worker_mac.families import engine_config, engine_layout
 from worker_mac.guest import Guest
 from worker_mac.identity import project_version
-from worker_mac.memory import CACHE_BYTES, MARGIN_BYTES, Play, model_bytes
+from worker_mac.memory import SPARE_BYTES, Play, model_bytes
 from worker_mac.model import Model
 from worker_mac.player import Player
 from worker_mac.sampler import Sampling, seed_of
@@ -46,8 +45,6 @@ from worker_mac.versions import Served
 from worker_mac.weights import LiveWeights
 
 POLL_SECONDS: Final = 1.0
-SPARE_BYTES: Final = ATTENTION_BYTES + CACHE_BYTES + MARGIN_BYTES
-"""What a step takes beside weights and pages."""
 TOLD: Final = "memory: "
 """Begins a line that is for the person who asked."""
 _log = structlog.get_logger(__name__)
@@ -114,7 +111,7 @@ class Seat:
 
     def __init__(self, task: ExamTask, store: Store, scratch: Path, *, make: Make = alone) -> None:
         folder = Path(task.folder)
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
+        config = read_config(folder)
         layout = engine_layout(config, task.dtype)
         self._environment: Environment = known.create(task.environment, task.settings, (folder / "tokenizer.json").read_bytes())
         means = make(layout, config, self._environment, scratch)

@@ -10,7 +10,7 @@ from typing import Final, cast
 
 from stoa.contracts.errors import CheckpointError
 from stoa.weights.layout import Layout, RawType, TensorSpec, layout_of, make_layout
-from worker_mac.model_config import HeadNorms, ModelConfig, Stretching, read_model_config
+from worker_mac.model_config import HeadNorms, ModelConfig, Stretching, number, read_model_config, whole
 
 OWN: Final = ("lfm2", "lfm2_moe")
 HEAD_NORMS: Final[Mapping[str, HeadNorms]] = {
@@ -60,25 +60,28 @@ def engine_config(config: Mapping[str, object]) -> ModelConfig:
         what = ": its state-space layers are not computed here" if family in ("nemotron_h", "mamba", "mamba2") else ""
         raise CheckpointError(f"config.json: model_type is {family!r}{what}", hint=f"families that can be examined: {known}")
     _refuse_what_is_not_computed(config)
-    hidden, heads, num_layers = (_whole(config, name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    hidden, heads, num_layers = (whole(config, name, least=1) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    kv_heads = whole(config, "num_key_value_heads", least=1) if config.get("num_key_value_heads") is not None else heads
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} query heads cannot be dealt out to {kv_heads} key heads")
     experts = family in _OF_EXPERTS
     return ModelConfig(
         family=family,
-        vocab_size=_whole(config, "vocab_size"),
+        vocab_size=whole(config, "vocab_size", least=1),
         hidden_size=hidden,
         num_layers=num_layers,
         attention_layers=tuple(range(num_layers)),
         num_heads=heads,
-        num_kv_heads=_whole(config, "num_key_value_heads") if config.get("num_key_value_heads") is not None else heads,
+        num_kv_heads=kv_heads,
         conv_kernel=_KERNEL,
         num_dense_layers=0 if experts else num_layers,
-        num_experts=_whole(config, "num_experts") if experts else 0,
-        experts_per_token=_whole(config, "num_experts_per_tok") if experts else 0,
+        num_experts=whole(config, "num_experts", least=1) if experts else 0,
+        experts_per_token=whole(config, "num_experts_per_tok", least=1) if experts else 0,
         normalise_weights=bool(config.get("norm_topk_prob", False)),
         routed_scale=1.0,
         rope_theta=_theta(config, family),
-        norm_eps=_number(config, "rms_norm_eps"),
-        head_width=_whole(config, "head_dim") if config.get("head_dim") is not None and family != "qwen2" else hidden // heads,
+        norm_eps=number(config, "rms_norm_eps"),
+        head_width=whole(config, "head_dim", least=1) if config.get("head_dim") is not None and family != "qwen2" else hidden // heads,
         head_norms=HEAD_NORMS[family],
         qkv_bias=family == "qwen2",
         has_head=not config.get("tie_word_embeddings", family in _TIED_UNLESS_SAID),
@@ -111,12 +114,12 @@ def engine_layout(config: Mapping[str, object], raw_dtype: RawType) -> Layout:
             raws |= {f"{attention}.{name}_bias": (num_q if name == "q" else num_kv,) for name in ("q", "k", "v")}
         block = f"{path}.feed_forward"
         if model.num_experts:
-            width = _whole(config, "moe_intermediate_size" if model.family == "qwen3_moe" else "intermediate_size")
+            width = whole(config, "moe_intermediate_size" if model.family == "qwen3_moe" else "intermediate_size", least=1)
             raws[f"{block}.gate"] = (model.num_experts, hidden)
             int8s |= {f"{block}.switch_mlp.{name}": (model.num_experts, width, hidden) for name in ("gate_proj", "up_proj")}
             int8s[f"{block}.switch_mlp.down_proj"] = (model.num_experts, hidden, width)
         else:
-            width = _whole(config, "intermediate_size")
+            width = whole(config, "intermediate_size", least=1)
             int8s |= {f"{block}.w1": (width, hidden), f"{block}.w3": (width, hidden), f"{block}.w2": (hidden, width)}
     specs = [TensorSpec(f"{name}.weight", shape, "int8", "uint8") for name, shape in int8s.items()]
     return make_layout([*specs, *(TensorSpec(f"{name}.weight", shape, "raw", raw_dtype) for name, shape in raws.items())], raw_dtype)
@@ -137,9 +140,11 @@ def hub_name(family: str, name: str) -> str:
 
 def _refuse_what_is_not_computed(config: Mapping[str, object]) -> None:
     family = config["model_type"]
-    for name in ("attention_bias", "mlp_bias", "rope_traditional"):
+    for name in ("attention_bias", "mlp_bias", "rope_traditional", "clip_qkv"):
         if config.get(name):
             raise CheckpointError(f"config.json: {name} of a {family} is not computed here", hint="examine it with another program")
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise CheckpointError(f"config.json: hidden_act {config['hidden_act']!r} is not computed here", hint="silu is")
     kinds = config.get("layer_types")
     odd = sorted({str(kind) for kind in cast("list[object]", kinds)} - {"full_attention"}) if isinstance(kinds, list) else []
     if odd:
@@ -151,37 +156,31 @@ def _refuse_what_is_not_computed(config: Mapping[str, object]) -> None:
 def _theta(config: Mapping[str, object], family: str) -> float:
     nested = config.get("rope_parameters")
     if isinstance(nested, Mapping) and "rope_theta" in nested:
-        return _number(cast("Mapping[str, object]", nested), "rope_theta")
-    return _number(config, "rope_theta") if "rope_theta" in config else _DEFAULT_THETA.get(family, _USUAL_THETA)
+        return number(cast("Mapping[str, object]", nested), "rope_theta")
+    return number(config, "rope_theta") if "rope_theta" in config else _DEFAULT_THETA.get(family, _USUAL_THETA)
 
 
 def _stretching(config: Mapping[str, object]) -> Stretching | None:
     """How positions are stretched; None if they are not."""
     found = config.get("rope_scaling") or config.get("rope_parameters")
-    if not isinstance(found, Mapping):
+    if not found:
         return None
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"config.json: rope_scaling is {found!r}, not a table")
     scaling = cast("Mapping[str, object]", found)
     kind = scaling.get("type") or scaling.get("rope_type", "default")
     if kind == "default":
         return None
     if kind == "linear":
-        return Stretching(_number(scaling, "factor"))
+        return _sound(Stretching(number(scaling, "factor")))
     if kind != "llama3":
         raise CheckpointError(f"config.json: rope_type is {kind!r}", hint="default, linear and llama3 are computed here")
     said = {**_LLAMA3, **scaling}
-    known, low, high = (_number(said, name) for name in _LLAMA3)
-    return Stretching(_number(said, "factor"), known, low, high)
+    known, low, high = (number(said, name) for name in _LLAMA3)
+    return _sound(Stretching(number(said, "factor"), known, low, high))
 
 
-def _whole(config: Mapping[str, object], field: str) -> int:
-    value = config.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {field} is {value!r}, not a whole number of at least 1")
-    return value
-
-
-def _number(config: Mapping[str, object], field: str) -> float:
-    value = config.get(field)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise CheckpointError(f"config.json: {field} is {value!r}, not a number")
-    return float(value)
+def _sound(how: Stretching) -> Stretching:
+    if not (how.factor > 0.0 and how.known_tokens >= 0.0 and how.high > how.low):
+        raise CheckpointError(f"config.json: rope_scaling has a factor of {how.factor:g}, and from {how.low:g} to {how.high:g}")
+    return how

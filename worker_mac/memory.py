@@ -17,6 +17,8 @@ CACHE_BYTES: Final = 64 << 20
 """Buffers MLX may keep for reuse; its default fills a Mac's memory."""
 MARGIN_BYTES: Final = 64 << 20
 """Small arrays, and what the allocator rounds up."""
+SPARE_BYTES: Final = ATTENTION_BYTES + CACHE_BYTES + MARGIN_BYTES
+"""What a step takes on any Mac, whatever its layers are, beside weights and pages."""
 _MOST_ELEMENTS: Final = 2**31 - 1
 """Of one array: MLX's indices are 32 bits wide."""
 
@@ -123,7 +125,7 @@ def _plan(model: ModelBytes, play: Play, groups: int, num_pages: int, step_token
 def _step_bytes(model: ModelBytes, rows: int, step_tokens: int) -> int:
     # The head's arrays are there when those of the layers are gone.
     largest = max(max(step_tokens, rows) * model.token_bytes, rows * model.row_bytes)
-    return largest + ATTENTION_BYTES + CACHE_BYTES + MARGIN_BYTES
+    return largest + SPARE_BYTES
 
 
 def most_episodes(model: ModelBytes, play: Play, memory_bytes: int, *, paged: bool) -> int:

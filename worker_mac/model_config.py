@@ -71,34 +71,36 @@ def read_model_config(config: Mapping[str, object]) -> ModelConfig:
     if config.get("conv_bias"):
         raise CheckpointError("config.json: conv_bias is true, which this forward pass does not have")
     moe = family == "lfm2_moe"
-    num_layers = _whole(config, "num_hidden_layers")
+    num_layers = whole(config, "num_hidden_layers")
     return ModelConfig(
         family=str(family),
-        vocab_size=_whole(config, "vocab_size"),
-        hidden_size=_whole(config, "hidden_size"),
+        vocab_size=whole(config, "vocab_size"),
+        hidden_size=whole(config, "hidden_size"),
         num_layers=num_layers,
         attention_layers=_attention_layers(config, num_layers),
-        num_heads=_whole(config, "num_attention_heads"),
-        num_kv_heads=_whole(config, "num_key_value_heads"),
-        conv_kernel=_whole(config, "conv_L_cache"),
-        num_dense_layers=_whole(config, "num_dense_layers") if moe else num_layers,
-        num_experts=_whole(config, "num_experts") if moe else 0,
-        experts_per_token=_whole(config, "num_experts_per_tok") if moe else 0,
+        num_heads=whole(config, "num_attention_heads"),
+        num_kv_heads=whole(config, "num_key_value_heads"),
+        conv_kernel=whole(config, "conv_L_cache"),
+        num_dense_layers=whole(config, "num_dense_layers") if moe else num_layers,
+        num_experts=whole(config, "num_experts") if moe else 0,
+        experts_per_token=whole(config, "num_experts_per_tok") if moe else 0,
         normalise_weights=bool(config.get("norm_topk_prob", True)),
-        routed_scale=_number(config, "routed_scaling_factor") if "routed_scaling_factor" in config else 1.0,
+        routed_scale=number(config, "routed_scaling_factor") if "routed_scaling_factor" in config else 1.0,
         rope_theta=_rope_theta(config),
-        norm_eps=_number(config, "norm_eps"),
+        norm_eps=number(config, "norm_eps"),
     )
 
 
-def _whole(config: Mapping[str, object], field: str) -> int:
+def whole(config: Mapping[str, object], field: str, *, least: int = 0) -> int:
+    """A whole number of the config. Raises CheckpointError."""
     value = config.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise CheckpointError(f"config.json: {field} is {value!r}, not a whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise CheckpointError(f"config.json: {field} is {value!r}, not a whole number of at least {least}")
     return value
 
 
-def _number(config: Mapping[str, object], field: str) -> float:
+def number(config: Mapping[str, object], field: str) -> float:
+    """A number of the config. Raises CheckpointError."""
     value = config.get(field)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise CheckpointError(f"config.json: {field} is {value!r}, not a number")
@@ -111,8 +113,8 @@ def _rope_theta(config: Mapping[str, object]) -> float:
         kind = nested.get("rope_type", "default")
         if kind != "default":
             raise CheckpointError(f"config.json: rope_type is {kind!r}; only default is implemented")
-        return _number(nested, "rope_theta")
-    return _number(config, "rope_theta")
+        return number(nested, "rope_theta")
+    return number(config, "rope_theta")
 
 
 def _attention_layers(config: Mapping[str, object], num_layers: int) -> tuple[int, ...]:

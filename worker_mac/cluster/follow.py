@@ -6,14 +6,12 @@ gone. All but digests is done in the order of the orders, on the one thread that
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 import mlx.core as mx
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from metal.sizes import ATTENTION_BYTES
 from stoa.contracts.errors import FormatError, GpuInterruptedError, StoaError, WrongStateError
 from stoa.weights.layout import RawType
 from worker_mac.cluster.orders import drawn_answer, fault_answer, read_change, read_sampling, read_step
@@ -25,11 +23,10 @@ from worker_mac.cluster.wire import Channel, Message
 from worker_mac.decoder import Decoder
 from worker_mac.families import engine_config, engine_layout
 from worker_mac.holds import Awake, wired_bytes
-from worker_mac.memory import CACHE_BYTES, MARGIN_BYTES
+from worker_mac.memory import SPARE_BYTES
 from worker_mac.player import bound_memory
 
 _log = structlog.get_logger(__name__)
-STEP_BYTES: Final = ATTENTION_BYTES + CACHE_BYTES + MARGIN_BYTES
 Numbers = Mapping[str, NDArray[np.generic]]
 
 
@@ -111,7 +108,7 @@ class Follower:
         """While there are pages, this Mac stays awake and its weights stay in memory."""
         self._awake.hold()
         if mx.metal.is_available():
-            mx.set_wired_limit(wired_bytes(self._held().num_bytes + cache_bytes + STEP_BYTES, self._limit_bytes))
+            mx.set_wired_limit(wired_bytes(self._held().num_bytes + cache_bytes + SPARE_BYTES, self._limit_bytes))
 
     def _let_go(self) -> None:
         self._awake.release()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from metal.sizes import ATTENTION_BYTES, PAGE_TOKENS
+from metal.sizes import PAGE_TOKENS
 from stoa.contracts.errors import WiredError
 from stoa.weights.layout import Layout
 from worker_mac.cluster.lanes import NUM_LANES, Lane, Lanes, places_of
@@ -15,7 +15,7 @@ from worker_mac.cluster.lead import SetDecoder, WiredSet
 from worker_mac.cluster.split import Split, Strength, layer_bytes, num_bytes_of, split_layers
 from worker_mac.cluster.tensor import check_shares, share_layout
 from worker_mac.forced import check_batching
-from worker_mac.memory import CACHE_BYTES, MARGIN_BYTES, MemoryPlan, ModelBytes, Play, model_bytes, plan_memory
+from worker_mac.memory import SPARE_BYTES, MemoryPlan, ModelBytes, Play, model_bytes, plan_memory
 from worker_mac.model import Model
 from worker_mac.model_config import ModelConfig
 from worker_mac.pace import MOST_TOKENS
@@ -29,8 +29,6 @@ from worker_mac.weights import LiveWeights
 
 _WIDEST: Final = 64
 """Groups that memory is asked for at most."""
-SPARE_BYTES: Final = ATTENTION_BYTES + CACHE_BYTES + MARGIN_BYTES
-"""What a step takes on each Mac whatever its layers are."""
 
 
 def split_model(

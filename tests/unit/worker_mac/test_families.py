@@ -9,12 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from benchmarks.wired_cases import STOCK
 from stoa.contracts.errors import CheckpointError, WiredError
 from stoa.weights.state import WeightState
-from worker_mac.checkpoint import state_of
+from worker_mac.checkpoint import open_arrays, state_of
 from worker_mac.cluster.split import tensors_of
 from worker_mac.cluster.tensor import check_shares
 from worker_mac.families import engine_config, engine_layout, hub_name
@@ -95,6 +95,44 @@ def test_a_checkpoint_on_our_grid_by_mlx_lm_is_taken_as_it_is_with_its_router(tm
     np.testing.assert_array_equal(state.dequantise("model.layers.1.feed_forward.gate.weight"), np.array(gate.astype(mx.float32)))
 
 
+def test_a_layer_that_was_left_off_the_grid_is_put_on_it(tmp_path: Path) -> None:
+    config = CASES["llama"]
+    model = stock_model(config)
+    model.update(tree_map(lambda array: array.astype(mx.bfloat16), model.parameters()))
+    plain = state_of(write(tmp_path / "plain", config, model), engine_layout(config, "float32"))
+    nn.quantize(model, group_size=64, bits=8, class_predicate=lambda path, one: hasattr(one, "to_quantized") and "layers.0." not in path)
+    partly = state_of(write(tmp_path / "partly", config | {"quantization": {"group_size": 64, "bits": 8}}, model), plain.layout)
+    for name in (f"model.layers.0.{part}.weight" for part in ("self_attn.q_proj", "feed_forward.w2")):
+        np.testing.assert_array_equal(partly.arrays[name], plain.arrays[name])
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.2.self_attn.k_proj.weight"])
+def test_a_weight_that_is_no_number_is_told_with_its_tensor(name: str, tmp_path: Path) -> None:
+    config = CASES["llama"]
+    model = stock_model(config)
+    damaged = [(one, value * float("nan") if one == name else value) for one, value in tree_flatten(model.parameters())]
+    model.update(tree_unflatten(damaged))
+    with pytest.raises(CheckpointError, match=rf"{name.replace('norm', '.*norm')}: .* NaN"):
+        state_of(write(tmp_path / "hub", config, model), engine_layout(config, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1]", "is not a table"),
+        ("{", "cannot be read"),
+        ('{"model_type": "llama", "quantization": "8bit"}', "quantised to None bits"),
+        ('{"model_type": "llama", "quantization": true}', "quantised to None bits"),
+        (json.dumps(STOCK["llama"] | {"rope_scaling": "linear"}), "cannot be opened by mlx_lm"),
+    ],
+)
+def test_a_config_that_is_none_is_told(text: str, words: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "hub", STOCK["llama"], stock_model(STOCK["llama"]))
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=words):
+        open_arrays(folder)
+
+
 def test_a_head_of_its_own_stands_on_the_last_mac_and_the_embedding_on_the_first() -> None:
     layout = engine_layout(CASES["llama"], "float32")
     first, last = ({spec.name for spec in tensors_of(layout, layers, 4)} for layers in (range(2), range(2, 4)))
@@ -119,6 +157,12 @@ def test_attention_that_cannot_be_dealt_out_is_refused(name: str) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
         ({"num_attention_heads": "4"}, "num_attention_heads is '4'"),
         ({"rms_norm_eps": None}, "rms_norm_eps is None"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot be dealt out to 3"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"clip_qkv": 8.0}, "clip_qkv of a llama"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', not a table"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "a factor of 0"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "from 1 to 1"),
     ],
 )
 def test_what_is_not_computed_is_named(changes: dict[str, Any], words: str) -> None:

@@ -27,11 +27,12 @@ from tests.unit.worker_mac.test_wired_tensor import BIG_DENSE
 from tests.unit.worker_mac.wired import wired_set
 from worker_mac.cluster.dealt import DealtState
 from worker_mac.cluster.parts import PartState
-from worker_mac.cluster.set_engine import SPARE_BYTES, SetPlayer, SetVersions, split_model
+from worker_mac.cluster.set_engine import SetPlayer, SetVersions, split_model
 from worker_mac.cluster.split import Strength
 from worker_mac.cluster.tensor import share_layout
 from worker_mac.decoder import Drawn
 from worker_mac.engine import MacEngine, Waits
+from worker_mac.memory import SPARE_BYTES
 from worker_mac.model_config import read_model_config
 from worker_mac.sampler import seed_of
 from worker_mac.sweep import Casting

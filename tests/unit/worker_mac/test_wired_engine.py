@@ -23,13 +23,13 @@ from tests.unit.worker_mac.test_wired import same
 from tests.unit.worker_mac.wired import fill, wired_set
 from worker_mac.cluster.lead import WiredSet
 from worker_mac.cluster.parts import PartState, SpreadState, part_of
-from worker_mac.cluster.set_engine import SPARE_BYTES, SetPlayer, SetVersions, bytes_of, joined, split_model
+from worker_mac.cluster.set_engine import SetPlayer, SetVersions, bytes_of, joined, split_model
 from worker_mac.cluster.split import Strength, arrays_of, tensors_of
 from worker_mac.cluster.wire import Message
 from worker_mac.engine import MacEngine, Waits
 from worker_mac.forced import Forced
 from worker_mac.guest import Guest
-from worker_mac.memory import Play, plan_memory
+from worker_mac.memory import SPARE_BYTES, Play, plan_memory
 from worker_mac.model_config import read_model_config
 from worker_mac.pace import MOST_TOKENS
 from worker_mac.pages import Pages, PoolKey
