@@ -5,6 +5,7 @@ malformed turn and when no more fits is decided here, once for all of them. It m
 """
 
 import math
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,23 @@ from stoa.chat.turns import Fault, Turn, read_turn
 
 _log = structlog.get_logger(__name__)
 _REMEMBERED = 65536
-# What a task's own code may raise over what a policy wrote. It must cost the episode, and not the Mac's sweep or the trainer.
-_FAULTS: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+# What a task's own code may raise over what a policy wrote, which may be an expression, a pattern or code. It must cost the episode,
+# and not the Mac's sweep or the trainer.
+_FAULTS: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NameError,
+    NotImplementedError,
+    RecursionError,
+    StopIteration,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    re.error,
+)
 _Given = TypeVar("_Given")
 _Found = TypeVar("_Found")
 _MOST_NAMES = 10_000

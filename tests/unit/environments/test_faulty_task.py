@@ -1,5 +1,7 @@
 """What a task's own code raises over a policy's text costs the episode, and never the sweep or the trainer."""
 
+import ast
+import re
 from collections.abc import Callable
 
 import pytest
@@ -53,6 +55,22 @@ def test_a_call_over_which_a_tool_raises_is_malformed(arguments: str) -> None:
     assert environment.reply("q", [call(arguments)]).stop_reason == "malformed"
     outcome = environment.score("q", [call(arguments)])  # whose answer is "", and no number
     assert (outcome.reward, outcome.parts["malformed"], outcome.parts["score_failed"]) == (0.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda text: str(ast.literal_eval(text)),
+        lambda text: str(re.search(text, "")),
+        lambda text: next(word for word in text.split() if word.isdigit()),
+        lambda text: nowhere(text),  # noqa: F821 - a slip in a branch that no test of the task's author took
+    ],
+)
+def test_code_a_pattern_and_a_slip_cost_the_episode_alone(work: Callable[[str], str]) -> None:
+    environment = made(run_tool=lambda call: Message("tool", work(str(call.arguments["number"]))), answer_of=work)
+    assert environment.reply("q", [call("number='(2 +'")]).stop_reason == "malformed"
+    assert environment.reply("q", [turn("(2 +")]).stop_reason == "malformed"
+    assert environment.score("q", [turn("(2 +")]).reward == 0.0
 
 
 def test_a_text_over_which_the_search_for_an_answer_raises_is_malformed() -> None:
