@@ -22,6 +22,7 @@ _LINES: Final = {
     "run_says": "the run says: {text}",
     "worker_begins_anew": "begins anew: {reason}",
     "goodbye_said": "said goodbye: {reason}",
+    "run_over": "{reason}",
     "hello_failed": "the run does not take the hello, and is asked again: {error}",
     "update_unreachable": "version {version} cannot be fetched, plays on with {playing}: {reason}",
     "set_says": "{text}",

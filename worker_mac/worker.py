@@ -44,6 +44,7 @@ from stoa.contracts.errors import (
 )
 from stoa.contracts.fleet_messages import Notice
 from stoa.telemetry import log as telemetry
+from worker_mac import stopped
 from worker_mac.ending import ANEW_SECONDS, FINISH_SECONDS, LEAVE_SECONDS, LastCall, begin_anew, cut_short, heed, leave
 from worker_mac.guest import GUEST_FILE, Guest
 from worker_mac.identity import Identity, pin_key
@@ -67,8 +68,6 @@ BUCKET_PATIENCE_SECONDS: Final = 20.0
 LONGEST_WAIT_SECONDS: Final = 5.0
 TICK_SECONDS: Final = 1.0
 """After sweeps that nobody asked for, and until somebody asks, the session is told so often that we are here."""
-RESUME_SECONDS: Final = 60.0
-"""A worker started on a stopped run waits this long for it to be resumed."""
 GRACEFUL_SECONDS: Final = 30.0
 CRASH_SECONDS: Final = 60.0
 """macOS may report a crash minutes after the Mac is up again: looked for this often."""
@@ -346,18 +345,13 @@ class _Worker:
 
     async def _wait_while_stopped(self, document: RunDocument) -> bool:
         """False if the run has stopped and is not resumed soon, or we are asked to end."""
-        deadline = time.monotonic() + RESUME_SECONDS
-        said = False
-        while not self._stop.is_set():
-            if await asyncio.to_thread(self._head_state, document) != "stopped":
-                return True
-            if time.monotonic() > deadline:
-                return False
-            if not said:
-                _log.info("worker_waiting", reason="the run has stopped", hint="it may be resumed", seconds=RESUME_SECONDS)
-                said = True
-            await self._pause(TICK_SECONDS)
-        return False
+
+        async def goes_on() -> bool:
+            # The proxy answers an invited Mac nothing about the run.
+            is_near = self._entry.invite is None
+            return is_near and await stopped.goes_on(self._config.temporal, self._entry.access, self._run)
+
+        return await stopped.begins(lambda: self._head_state(document), goes_on, self._stop.is_set, self._pause)
 
     def _head_state(self, document: RunDocument) -> str:
         """HEAD.state; "" before there is a HEAD or while the bucket is away."""
