@@ -22,6 +22,7 @@ from stoa.config.run import RunConfig
 from stoa.contracts import names
 from stoa.contracts.errors import (
     AccessDeniedError,
+    BucketError,
     ConfigError,
     InviteRevokedError,
     ObjectMissingError,
@@ -166,6 +167,8 @@ def _namesakes(store: Store, run: str, host: str) -> list[str]:
             continue
         except ObjectMissingError:
             is_live = True  # its trainer has not come yet
+        except BucketError:
+            continue  # what cannot be read is no run that goes on here, and another run's trouble
         if is_live:
             notes.append(f"{shared(run, host, (other, its_host))}: whichever comes second is turned away; choose another --host")
     return notes

@@ -89,6 +89,12 @@ def test_invite_says_which_live_runs_mac_has_the_same_name(owner: dict[str, str]
     assert "one name" not in stoa("invite", "friends", "--host", "attic", **owner).stderr
 
 
+def test_a_damaged_run_with_a_name_spelt_alike_does_not_stop_an_invitation(owner: dict[str, str], store: Store) -> None:
+    store.create(keys.run_json("friends-attic"), b"torn")
+    done = stoa("invite", "friends", "--host", "attic-2", **owner)
+    assert (done.returncode, "one name" in done.stderr) == (0, False), done.stderr
+
+
 def test_invite_as_json_draws_a_name_and_carries_a_certificate(owner: dict[str, str], tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
