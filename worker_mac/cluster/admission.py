@@ -158,7 +158,7 @@ class _Door:
         self._check(rank, hello)
 
     def _put_out(self, caller: _Caller, reason: str) -> None:
-        if reason not in self._told:  # a flood of callers is none of the log
+        if reason not in self._told and len(self._told) < MAX_CALLERS:  # a flood of callers is none of the log
             self._told.add(reason)
             _log.warning("stranger_refused", peer=caller.peer, reason=reason)
         self._selector.unregister(caller.connection)

@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         link = RingLink(group, Watchdog(partial(_stuck, options, rank), options.stuck_seconds))
         if rank == 0:
             return _lead(options, secret, link, asked)
-        channel = _call_in(options, secret, rank)
+        channel = call_in(options.control, _hello(options, secret, rank))
         asked.await_bye()
         Follower(channel, link, limit_of(options, rank)).run()
     except StoaError as error:
@@ -201,20 +201,20 @@ def _hello(options: Options, secret: str, rank: int) -> Message:
     return Message("hello", said | program(options.split))
 
 
-def _call_in(options: Options, secret: str, rank: int) -> Channel:
-    """Find the first Mac. Raises RankLostError if it is not there in time."""
+def call_in(control: tuple[str, int], hello: Message) -> Channel:
+    """Find the first Mac and say hello at once: callers have little time there. Raises RankLostError if it is not there in time."""
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
         try:
-            connection = socket.create_connection(options.control, timeout=5.0)
+            connection = socket.create_connection(control, timeout=5.0)
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                raise RankLostError(f"the first Mac does not answer at {options.control[0]}:{options.control[1]}: {error}") from error
+                raise RankLostError(f"the first Mac does not answer at {control[0]}:{control[1]}: {error}") from error
             time.sleep(0.2)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     channel = Channel(connection, "the first Mac")
-    channel.send(_hello(options, secret, rank))
+    channel.send(hello)
     channel.start_beating()
     return channel
 

@@ -64,7 +64,7 @@ def door(size: int = 2, seconds: float = 30.0) -> Iterator[Door]:
         made.end()
 
 
-def hello(rank: int) -> bytes:
+def hello(rank: object) -> bytes:
     """By hand, as the table of `wire.py` has it."""
     head = json.dumps({"op": "hello", "fields": {"secret": SECRET, "rank": rank}, "arrays": []}).encode()
     return b"STW1" + len(head).to_bytes(4, "little") + head
@@ -127,6 +127,28 @@ def test_who_is_none_of_the_sets_macs_is_put_out_and_the_door_stays_open(said: b
             friend.sendall(hello(1))
             at.end()
         assert at.fault is None and list(at.found) == [1]
+
+
+def test_strangers_do_not_fill_the_log_whatever_they_say() -> None:
+    with capture_logs() as logs, door() as at:
+        for number in range(3 * admission.MAX_CALLERS):
+            with at.call() as stranger:
+                stranger.sendall(hello(f"the {number}th"))
+                assert stranger.recv(1) == b""
+        with at.call() as friend:
+            friend.sendall(hello(1))
+            at.end()
+        assert at.fault is None and 0 < len(logs) <= admission.MAX_CALLERS
+
+
+def test_a_mac_says_hello_as_soon_as_it_is_heard() -> None:
+    """What it says was measured before: the seconds that a caller has are for the wire."""
+    said = Message("hello", {"secret": SECRET, "rank": 1, "limit": 0, "bandwidth": 7})
+    with door() as at:
+        channel = ranks.call_in(at.address, said)
+        at.end()
+        assert at.fault is None and at.found[1][1].fields == said.fields
+        channel.close()
 
 
 def test_what_follows_a_hello_is_for_whoever_reads_the_channel() -> None:

@@ -165,13 +165,13 @@ def test_strangers_are_refused_and_a_mac_with_another_program_is_named(tmp_path:
 
     waiting = threading.Thread(target=await_them)
     waiting.start()
-    stranger = ranks._call_in(asked, "guessed", 1)
+    stranger = ranks.call_in(asked.control, ranks._hello(asked, "guessed", 1))
     with pytest.raises(RankLostError):
         stranger.receive()
     with socket.create_connection(asked.control) as odd:  # a secret that is no text, before any secret is known
         Channel(odd, "the set").send(Message("hello", {"secret": "\ud800", "rank": 1}))
         assert odd.recv(1) == b""
-    friend = ranks._call_in(asked, "secret", 1)
+    friend = ranks.call_in(asked.control, ranks._hello(asked, "secret", 1))
     waiting.join(20)
     channels, macs = found[0]
     assert [(mac.limit_bytes, mac.bandwidth) for mac in macs] == [(7, 1), (9, 2)]
