@@ -243,8 +243,9 @@ def _pump(source: IO[bytes] | None, seen: list[str]) -> None:
         text = line.decode("utf-8", "replace").strip()
         shown = shown_of(text) if sys.stderr.isatty() else text
         if shown:
-            sys.stderr.write(f"{shown}\n")
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # where nobody reads on, ranks must not stand still over what they say
+                sys.stderr.write(f"{shown}\n")
+                sys.stderr.flush()
         if text:
             seen.append(text)
             del seen[:-50]
@@ -254,6 +255,6 @@ def shown_of(text: str) -> str:
     """What a person reads of a line of a rank: the words for an event, "" for one that needs none; other lines as they are."""
     try:
         event = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return line_of(event) if isinstance(event, dict) and "event" in event else text

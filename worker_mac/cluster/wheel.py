@@ -27,7 +27,10 @@ _NOT_OURS: Final = ("INSTALLER", "RECORD", "REQUESTED", "direct_url.json", "uv_c
 
 def make_wheel(place: Path) -> Path:
     """A wheel of the program that runs, in `place`. Raises WiredError."""
-    return _build(place) if IS_CHECKOUT else pack(metadata.distribution("stoa"), place)
+    try:
+        return _build(place) if IS_CHECKOUT else pack(metadata.distribution("stoa"), place)
+    except OSError as error:  # a file that an installer listed is gone, or the disk is full
+        raise WiredError(f"no wheel was made: {error}", hint="install this program again, or on each Mac by hand") from error
 
 
 def pack(installed: metadata.Distribution, place: Path) -> Path:

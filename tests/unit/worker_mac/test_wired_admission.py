@@ -215,10 +215,23 @@ def test_only_the_first_mac_ends_at_the_word_the_others_await_its_bye(monkeypatc
         signal.signal(signal.SIGTERM, before)
 
 
+def test_what_ranks_say_is_taken_to_its_end_where_nobody_reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    seen: list[str] = []
+    with os.fdopen(writer, "w", encoding="utf-8") as closed:
+        monkeypatch.setattr("sys.stderr", closed)
+        launch._pump(io.BytesIO(b"one\ntwo\n"), seen)
+        monkeypatch.undo()
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:  # for what it still holds
+            os.dup2(nowhere.fileno(), closed.fileno())
+    assert seen == ["one", "two"]
+
+
 def test_a_terminal_shows_what_ranks_say_in_words() -> None:
     waits = {"event": "worker_waiting", "level": "info", "reason": "no bucket", "rank": 0}
     assert launch.shown_of(json.dumps(waits))[8:] == "  waits: no bucket"
     assert launch.shown_of(json.dumps({"event": "layers_taken", "level": "info", "first": 3})) == ""
-    for text in ("Traceback (most recent call last):", "3", '{"no": "event"}', "[1]"):
+    for text in ("Traceback (most recent call last):", "3", '{"no": "event"}', "[1]", "[" * 100_000):
         assert launch.shown_of(text) == text
     assert os.linesep not in launch.shown_of(json.dumps(waits))

@@ -69,6 +69,18 @@ class Listing(metadata.Distribution):
         return Path(str(path))
 
 
+def test_a_program_that_lacks_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "stoa-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stoa\nVersion: 0\n")
+    (info / "RECORD").write_text("stoa/gone.py,,\n")
+    (found,) = metadata.distributions(path=[str(tmp_path)])
+    monkeypatch.setattr("worker_mac.cluster.wheel.IS_CHECKOUT", False)
+    monkeypatch.setattr("worker_mac.cluster.wheel.metadata.distribution", lambda _: found)
+    with pytest.raises(WiredError, match=r"no wheel was made: .*gone\.py"):
+        make_wheel(tmp_path)
+
+
 def test_a_checkout_without_a_tool_that_builds_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker_mac.cluster.wheel.find_spec", lambda _: None)
     monkeypatch.setattr("worker_mac.cluster.wheel.shutil.which", lambda *_, **__: None)
@@ -89,6 +101,9 @@ def test_of_the_pythons_there_one_is_taken_that_this_program_runs_on(tmp_path: P
         tool(system, name, f'exec /bin/{name} "$@"')
     tool(system, "python3", "exit 1")
     line = install.install_lines(WiredHost("mini.local"), Path("stoa-0-py3-none-any.whl"))[0][-1]
+    for place in ("/opt/homebrew/bin", "/usr/local/bin"):  # where this machine may have one
+        assert f":{place}" in line
+        line = line.replace(f":{place}", "")
 
     def run() -> subprocess.CompletedProcess[str]:
         home.mkdir(exist_ok=True)
