@@ -191,6 +191,8 @@ class SearchClient:
         try:
             connection.connect()
             held.append(connection.sock)  # which the connection forgets when the answer's headers have come
+            if time.monotonic() >= deadline:  # looking up a name has no limit of ours, and the guard may have been here
+                raise TimeoutError("no connection in time")
             content = None if body is None else json.dumps(body).encode()
             connection.request(method, self._parsed.path.rstrip("/") + path, content, {"Content-Type": "application/json"})
             response = connection.getresponse()

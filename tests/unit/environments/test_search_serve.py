@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -244,6 +245,24 @@ def test_server_that_never_ends_its_headers_is_given_up_in_time(said: bytes) -> 
         finally:
             told_off.set()
             thread.join()
+
+
+def test_a_name_that_is_looked_up_for_too_long_leaves_no_time_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard has come and gone by then, and a server that drips would hold us for ever."""
+    find = socket.getaddrinfo
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.15)
+        return find(*arguments, **options)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setattr(socket, "getaddrinfo", slow)
+        client = SearchClient(f"http://127.0.0.1:{listening.getsockname()[1]}", attempts=1, seconds=0.1)
+        with pytest.raises(InfrastructureFaultError, match="in time"):
+            client.search("liver", 3)
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.recv(1) == b"", "nothing was asked"
 
 
 def test_half_a_character_in_an_answer_is_replaced(broken: ThreadingHTTPServer) -> None:
