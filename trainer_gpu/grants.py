@@ -6,7 +6,7 @@ control process goes on where the old one ended. Nothing here imports torch.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -30,8 +30,19 @@ from trainer_gpu.tickets import TicketCounter
 REFRESH_SECONDS = 0.3
 WAITS_SECONDS = 10.0
 """So long a Mac that waits is remembered; it asks again sooner."""
+FAIR_SECONDS = 10.0
+"""Of two Macs with as much to play, one that has waited so much longer comes first: else chance decides who asks at the right moment."""
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """A Mac that asked and got nothing, by the monotonic clock. since: with so many groups left to play as now."""
+
+    since: float
+    asked_at: float
+    left: int
 
 
 @dataclass(slots=True)
@@ -65,6 +76,7 @@ class GrantKeeper:
         *,
         tickets: tuple[Mint, Revoked] | None = None,
         refresh_seconds: float = REFRESH_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`question_ids`: all training questions of the environment. `refresh_seconds`: age up to which facts are used again.
 
@@ -73,7 +85,7 @@ class GrantKeeper:
         self._store = store
         self._run = config.run
         self._public_key = public_key
-        self._refresh_seconds = refresh_seconds
+        self._refresh_seconds, self._clock = refresh_seconds, clock
         self._oldest_by = config.learning.max_staleness_hard
         rule = AdmissionRule(
             max_staleness=config.learning.max_staleness,
@@ -98,7 +110,7 @@ class GrantKeeper:
         """The same, as said before it: all that came of those sweeps is seen once it ends."""
         self._let_go: dict[str, int] = {}
         """Host -> first of its sweeps that a draining run has refused: it does not begin that one nor those after it."""
-        self._waiting: dict[str, float] = {}
+        self._waiting: dict[str, _Wait] = {}
         self._fresh_until = 0.0
         self._lock = threading.Lock()
 
@@ -200,35 +212,40 @@ class GrantKeeper:
         )
 
     def _num_kept(self, request: GrantRequest) -> int:
-        """Room kept from a Mac that still has something to play.
+        """Room kept from a Mac that still has something to play, or has waited less.
 
-        A sweep for each Mac that waits for a grant too and has less left to play: room goes where it is needed first. For
-        more than one sweep ahead, a sweep for every Mac as well.
+        A sweep for each Mac that waits for a grant too and has less left to play, or as much for much longer: room goes where it
+        is needed first. For more than one sweep ahead, a sweep for every Mac as well.
         """
-        ledger = self._ledger
-        left = ledger.left(request.host)
-        waits_after = time.monotonic() - WAITS_SECONDS
+        ledger, now = self._ledger, self._clock()
+        mine = self._wait_of(request.host, now)
         num_first = sum(
-            ledger.left(host) < left
-            for host, asked_at in self._waiting.items()
-            if host != request.host and asked_at > waits_after and not ledger.is_away(host)
+            (ledger.left(host), wait.since + FAIR_SECONDS) < (mine.left, mine.since)
+            for host, wait in self._waiting.items()
+            if host != request.host and wait.asked_at > now - WAITS_SECONDS and not ledger.is_away(host)
         )
         num_ahead = ledger.num_unfinished_before(request.host, request.sweep)
         return (num_first + max(0, num_ahead - 1) * ledger.num_present) * request.num_groups
+
+    def _wait_of(self, host: str, now: float) -> _Wait:
+        """The wait of a Mac that asks now: one that goes on, or a new one."""
+        left, before = self._ledger.left(host), self._waiting.get(host)
+        goes_on = before is not None and before.left == left and before.asked_at > now - WAITS_SECONDS
+        return _Wait(before.since if before is not None and goes_on else now, now, left)
 
     def _note_waiting(self, request: GrantRequest, answer: Grant) -> None:
         """Remember who asks and gets nothing."""
         if answer.question_ids or answer.newest_sweep >= 0:
             self._waiting.pop(request.host, None)
         else:
-            self._waiting[request.host] = time.monotonic()
+            self._waiting[request.host] = self._wait_of(request.host, self._clock())
 
     def _empty(self, request: GrantRequest, reason: str, waits_for: WaitsFor = "") -> Grant:
         return Grant(self._run, request.host, request.sweep, (), reason=reason, waits_for=waits_for)
 
     def _refresh(self) -> Head | None:
         """Bring the facts up to date with the bucket, if they are older than `refresh_seconds`."""
-        if time.monotonic() < self._fresh_until and self._head is not None:
+        if self._clock() < self._fresh_until and self._head is not None:
             return self._head
         try:
             changed = poll_head(self._store, self._run, self._public_key, self._etag)
@@ -250,7 +267,7 @@ class GrantKeeper:
         while not (self._has_begun or self._arrivals.has_seen_all):
             self._look(oldest)
         self._has_begun = True
-        self._fresh_until = time.monotonic() + self._refresh_seconds
+        self._fresh_until = self._clock() + self._refresh_seconds
         return head
 
     def _look(self, oldest: int) -> None:

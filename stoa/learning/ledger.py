@@ -289,7 +289,7 @@ class Ledger:
             )
             return Decision(None, False, room, reason)
         if room - kept() < 1:
-            reason = f"version {self._version}: the room for {room} groups is kept for Macs that have less to play"
+            reason = f"version {self._version}: the room for {room} groups is kept for Macs that have less to play or wait longer"
             return Decision(None, False, room, reason)
         held = self.left(host)
         most = max(self._rule.untried_groups, CREDIT * (self._hosts[host].brought if host in self._hosts else 0))

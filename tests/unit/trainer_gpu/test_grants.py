@@ -1,5 +1,7 @@
 """What the control process grants: from a real bucket, and again from it after a restart."""
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -36,8 +38,8 @@ def head(handle: RunHandle, token: int = 1001, **changes: object) -> HeadWriter:
     return writer
 
 
-def keeper(handle: RunHandle) -> GrantKeeper:
-    return GrantKeeper(handle.store, handle.config, handle.signer.public_key, QUESTIONS, refresh_seconds=0.0)
+def keeper(handle: RunHandle, clock: Callable[[], float] = time.monotonic) -> GrantKeeper:
+    return GrantKeeper(handle.store, handle.config, handle.signer.public_key, QUESTIONS, refresh_seconds=0.0, clock=clock)
 
 
 def ask(keeper: GrantKeeper, host: str, sweep: int, num: int = 8) -> Grant:
@@ -236,6 +238,38 @@ def test_room_goes_first_to_the_mac_that_has_least_left_to_play(handle: RunHandl
     write_drop_note(handle.store, "test", 1001, 1, [Dropped(key, "all_zero") for key in quick[4:]])
     # Now quick has 4 groups to play, and slow 5: who asks first gets it, since quick asks for nothing.
     assert len(ask(desk, "slow", 1, num=4).question_ids) == 4
+
+
+def test_of_two_idle_macs_room_goes_to_the_one_that_has_waited_longer(handle: RunHandle) -> None:
+    head(handle)
+    clock = [1000.0]
+    desk = keeper(handle, lambda: clock[0])
+    fast = [key for sweep in (0, 1) for key in arrive(handle, ask(desk, "fast", sweep))]
+    for clock[0] in (1000.0, 1006.0, 1012.0):
+        assert ask(desk, "late", 0).waits_for == "room"
+    write_drop_note(handle.store, "test", 1001, 0, [Dropped(key, "all_zero") for key in fast[:4]])
+    # Room for four. fast has played all it had: it asks first, as it did each time before.
+    assert ask(desk, "fast", 2).waits_for == "turn"
+    assert len(ask(desk, "late", 0, num=4).question_ids) == 4
+    write_drop_note(handle.store, "test", 1001, 1, [Dropped(key, "all_zero") for key in fast[4:8]])
+    assert len(ask(desk, "fast", 2, num=4).question_ids) == 4  # late plays, and waits for nothing
+    clock[0] = 1015.0
+    assert ask(desk, "late", 1).waits_for == "room"
+
+
+def test_a_mac_that_waits_no_longer_than_others_comes_before_none(handle: RunHandle) -> None:
+    head(handle)
+    clock = [1000.0]
+    desk = keeper(handle, lambda: clock[0])
+    fast = [key for sweep in (0, 1) for key in arrive(handle, ask(desk, "fast", sweep))]
+    assert ask(desk, "late", 0).waits_for == "room"
+    clock[0] = 1009.0
+    assert ask(desk, "late", 0).waits_for == "room"
+    write_drop_note(handle.store, "test", 1001, 0, [Dropped(key, "all_zero") for key in fast[:4]])
+    assert len(ask(desk, "fast", 2, num=4).question_ids) == 4
+    clock[0] = 1030.0  # late has not asked for long: nobody waits for it
+    write_drop_note(handle.store, "test", 1001, 1, [Dropped(key, "all_zero") for key in fast[4:8]])
+    assert len(ask(desk, "other", 0, num=4).question_ids) == 4
 
 
 def test_more_than_one_sweep_ahead_is_granted_while_there_is_room_for_everybody(handle: RunHandle) -> None:
