@@ -16,7 +16,7 @@ from cli.live.snapshot import take
 from cli.live.view import Look, Rates, alarm_lines, fleet_lines, rates_between, reason_lines, slowest_line, view_of
 from cli.report.record import HostShare, RunRecord, SweepBar
 from stoa.contracts.errors import ServiceUnavailableError, UsageError
-from tests.unit.cli.records import record, session, step, sweep
+from tests.unit.cli.records import record, session, step, sweep, version
 
 
 def running(**changes: object) -> RunRecord:
@@ -355,6 +355,13 @@ def test_timeline_marks_each_slice_of_time() -> None:
     assert lines[2] == "mac-1       ######o########### "
     assert lines[-1].split() == ["0", "s", "4", "s"]
     assert timeline_lines(record(), (), (0.0, 0.0), 80) == ("no publish interval to show yet",)
+
+
+def test_timeline_does_not_show_a_pause_as_publishing() -> None:
+    """Slices of 0.2 s from 104.5: version 1 ends in the first one, version 2 took 0.4 s like it, from the 16th to the 18th."""
+    versions = (version(1, published_at=104.5, latency_seconds=0.4), version(2, published_at=108.0, latency_seconds=90.0))
+    lines = timeline_lines(record(steps=(), versions=versions), (), (104.5, 108.5), 31)
+    assert lines[1] == "publishing P" + 14 * " " + "PPP" + 2 * " "
 
 
 def test_star_has_every_mac_once_with_what_it_sent_and_took() -> None:
