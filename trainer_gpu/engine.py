@@ -6,6 +6,7 @@ so a lost reply or a new process loses at most the steps since the last swap of 
 """
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +17,13 @@ import structlog
 
 from stoa.bucket import keys
 from stoa.bucket.head import Head
-from stoa.bucket.steps import Canary, Refused, write_step
+from stoa.bucket.steps import Canary, GroupMismatch, Refused, write_step
 from stoa.contracts import names
 from stoa.contracts.errors import (
+    FaultyGroupsError,
     FencedError,
     LostStateError,
+    NonFiniteError,
     ServiceUnavailableError,
     StoaError,
     UsageError,
@@ -40,6 +43,7 @@ from stoa.contracts.messages import (
 from stoa.contracts.ports import Progress
 from stoa.learning.advantages import is_constant
 from stoa.learning.fleet import sample_of
+from stoa.rollouts.admit import Reason
 from stoa.weights.publisher import Prepared
 from trainer_gpu import host
 from trainer_gpu.crew import Build, Lead, alone
@@ -127,7 +131,7 @@ class TrainerEngine:
 
         Raises:
             LostStateError: this process does not hold the lease, or is at another step.
-            NonFiniteError: the gradient is not finite; nothing has changed.
+            NonFiniteError: the gradient is not finite, and no group of the step is at fault; nothing has changed.
         """
         with self._working(request.run, progress):
             lease = self._held(request.token)
@@ -138,17 +142,37 @@ class TrainerEngine:
             lease.intake.quarantine(request.quarantined, request.on_trial)
             lease.hold_trials(request.on_trial, self._handle.store)
             progress.report("waiting for groups", version=lease.version, key=lease.step_manifest_key)
-            taken = lease.intake.take(lease.version, progress, request.wait_seconds)
-            if isinstance(taken, Starved):
-                wanted = self._handle.config.learning.groups_per_step
-                return StepResult(
-                    "stopped" if taken.stopping else "starved", request.step, wait_seconds=taken.wait_seconds, reason=taken.reason,
-                    num_missing=taken.num_missing, oldest_version=taken.oldest_version, equal_rewards=dict(taken.equal_rewards),
-                    alarm=lease.alarms.ring_unstepped(sum(taken.equal_rewards.values()), wanted),
-                    suspects=_suspects(lease, request.quarantined, lease.intake.refused),
-                    canaries=self._judge(lease, lease.intake.refused, progress),
-                )  # fmt: skip
-            return self._train(lease, request, taken, progress)
+            waited_seconds = 0.0
+            while True:
+                found = lease.intake.take(lease.version, progress, request.wait_seconds)
+                taken = replace(found, wait_seconds=waited_seconds + found.wait_seconds)
+                if isinstance(taken, Starved):
+                    return self._starved(lease, request, taken, progress)
+                try:
+                    return self._train(lease, request, taken, progress)
+                except FaultyGroupsError as error:
+                    faulty = [taken.keys[place] for place in error.places]
+                    log.warning("groups_not_finite", step=request.step, keys=faulty)
+                    lease.intake.expel(faulty)
+                    waited_seconds = taken.wait_seconds
+                except NonFiniteError as error:
+                    raise NonFiniteError(f"{error.message}; {self._way_back(lease)}") from error
+
+    def _starved(self, lease: Lease, request: StepRequest, starved: Starved, progress: Progress) -> StepResult:
+        """The answer where no step can be made now."""
+        wanted = self._handle.config.learning.groups_per_step
+        return StepResult(
+            "stopped" if starved.stopping else "starved", request.step, wait_seconds=starved.wait_seconds, reason=starved.reason,
+            num_missing=starved.num_missing, oldest_version=starved.oldest_version, equal_rewards=dict(starved.equal_rewards),
+            alarm=lease.alarms.ring_unstepped(sum(starved.equal_rewards.values()), wanted),
+            suspects=_suspects(lease, request.quarantined, lease.intake.refused),
+            canaries=self._judge(lease, lease.intake.refused, progress),
+        )  # fmt: skip
+
+    def _way_back(self, lease: Lease) -> str:
+        """What a person is told to do where the policy itself is at fault: the next lease begins with HEAD's checkpoint."""
+        key = lease.writer.read()[0].checkpoint_key
+        return f"`stoa resume {self._handle.run}` goes back to checkpoint {key}"
 
     def publish(self, request: PublishRequest, progress: Progress) -> Published:
         """See `ports.PolicyTrainer`. One swap of HEAD names version, step and checkpoint together.
@@ -257,8 +281,12 @@ class TrainerEngine:
         told_apart = [(key, group) for key, group in came if not is_constant(group.rewards)]
         if told_apart:
             progress.report(f"comparing {len(told_apart)} canary groups", version=lease.version)
-            mismatches = self._built(progress).compare([group for _, group in told_apart])
-            for (key, group), mismatch in zip(told_apart, mismatches, strict=True):
+            compare = self._built(progress).compare
+            for (key, group), found in zip(told_apart, compare([group for _, group in told_apart]), strict=True):
+                mismatch = found if _is_finite(found) else compare([group])[0]  # another of its row may be at fault
+                if not _is_finite(mismatch):
+                    lease.trials.charge([Refused(key, group.host, Reason.NON_FINITE)])
+                    continue
                 seen = Canary(key, lease.version, lease.distance_of(group.version), mismatch)
                 lease.canaries.append(seen)
                 lease.trials.saw(key, sample_of(*seen))
@@ -409,6 +437,10 @@ class TrainerEngine:
         progress.report(reason)
         if progress.cancelled or progress.stopping:
             raise ServiceUnavailableError(f"asked to end while {reason}")
+
+
+def _is_finite(mismatch: GroupMismatch) -> bool:
+    return all(map(math.isfinite, mismatch))
 
 
 def _suspects(lease: Lease, shut_out: Sequence[str], pending: Sequence[Refused] = ()) -> tuple[Suspect, ...]:

@@ -262,6 +262,13 @@ class Intake:
             self._counted_from = self._told_at
             self._forget_old()
 
+    def expel(self, found: Collection[str]) -> None:
+        """Refuse groups that wait, because no step can be taken with them."""
+        with self._changed:
+            for key in self._buffer.withdraw(found):
+                self._offered_at.pop(key, None)
+                self._note_refused(key, keys.parse_group(key).host, Reason.NON_FINITE)
+
     def put_back(self) -> None:
         """The step failed: its groups wait again."""
         with self._changed:
@@ -451,6 +458,9 @@ class Intake:
     def _refuse(self, arrival: Arrival, reason: str, message: str) -> None:
         log.warning("group_refused", key=arrival.key, host=arrival.named.host, reason=reason, error=message)
         with self._changed:
-            self._refused.append(Refused(arrival.key, arrival.named.host, reason))
-            self._tallies.setdefault(arrival.named.host, _Tally()).refused[reason] += 1
+            self._note_refused(arrival.key, arrival.named.host, reason)
             self._changed.notify_all()
+
+    def _note_refused(self, key: str, host: str, reason: str) -> None:
+        self._refused.append(Refused(key, host, reason))
+        self._tallies.setdefault(host, _Tally()).refused[reason] += 1

@@ -48,6 +48,11 @@ class Tokens:
         """One after another."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
+    @property
+    def is_finite(self) -> bool:
+        """True if no number of it is NaN or infinite."""
+        return all(bool(np.isfinite(getattr(self, name)).all()) for name in self.__slots__)
+
     def select(self, where: NDArray[np.bool_] | NDArray[np.intp]) -> "Tokens":
         """Those where `where` [S] is true, or in the places it lists."""
         return Tokens(*(getattr(self, name)[where] for name in self.__slots__))
@@ -67,7 +72,11 @@ class ReplayedRow:
 
 
 def replay_metrics(rows: Sequence[ReplayedRow]) -> dict[str, float]:
-    """Mismatch with and without routing replay on the same rows; nothing if no row was compared."""
+    """Mismatch with and without routing replay on the same rows; nothing if no row was compared.
+
+    A row that only the router's own choice makes NaN or infinite says nothing.
+    """
+    rows = [row for row in rows if np.isfinite(row.log_free).all()]
     if not rows:
         return {}
     pi, free, mu = (np.exp(np.concatenate([getattr(row, name) for row in rows])) for name in ("log_pi", "log_free", "log_mu"))

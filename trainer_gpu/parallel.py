@@ -63,6 +63,21 @@ class Trainable:
         Raises:
             NonFiniteError: the gradient holds NaN or infinity; no parameter and no moment has changed.
         """
+        grad_norm = self.gradient_norm(losses)
+        if not math.isfinite(grad_norm):
+            raise NonFiniteError(
+                f"the gradient norm is {grad_norm}; the step was not taken",
+                hint="look at the batch: a logprob, an advantage or a weight is not finite",
+            )
+        with host.cuda_literals(), torch.no_grad():
+            for part in self._optimizer.chained_optimizers:
+                if self._clip_grad > 0:
+                    clip_grad_by_total_norm_fp32(list[torch.Tensor](part.get_parameters()), self._clip_grad, grad_norm, True)
+            self._optimizer.step_with_ready_grads()
+        return grad_norm
+
+    def gradient_norm(self, losses: Iterable[Callable[[], torch.Tensor]]) -> float:
+        """Global norm of the gradient of `losses`, as `step` would find it: NaN or infinite where that is; nothing is changed by it."""
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         for loss in losses:
@@ -71,17 +86,7 @@ class Trainable:
         finalize_model_grads([self._ddp], num_tokens=None)
         with host.cuda_literals(), torch.no_grad():
             self._optimizer.prepare_grads()
-            grad_norm = float(self._optimizer.get_grad_norm())
-            if not torch.isfinite(torch.tensor(grad_norm)):
-                raise NonFiniteError(
-                    f"the gradient norm is {grad_norm}; the step was not taken",
-                    hint="look at the batch: a logprob, an advantage or a weight is not finite",
-                )
-            for part in self._optimizer.chained_optimizers:
-                if self._clip_grad > 0:
-                    clip_grad_by_total_norm_fp32(list[torch.Tensor](part.get_parameters()), self._clip_grad, grad_norm, True)
-            self._optimizer.step_with_ready_grads()
-        return grad_norm
+            return float(self._optimizer.get_grad_norm())
 
     def set_learning_rate(self, rate: float) -> None:
         """Learning rate of the steps from now on."""

@@ -15,13 +15,14 @@ import torch
 from stoa.bucket.steps import GroupMismatch
 from stoa.bucket.store import Store
 from stoa.config.run import Learning
-from stoa.contracts.errors import BucketError, CheckpointError, LayoutError, ServiceError, StoaError
+from stoa.contracts.errors import BucketError, CheckpointError, LayoutError, NonFiniteError, ServiceError, StoaError
 from stoa.rollouts.records import Group
 from stoa.weights.layout import Layout, layout_of
 from trainer_gpu import host, layout, rng
 from trainer_gpu.checkpoint import Part, read_tensors, save_parts
 from trainer_gpu.convert import load_hub, mlx_tensors
 from trainer_gpu.crew import Compare, Lead, LoadBase, Restore, Save, SendWire, TellRng, Train, agree, alone
+from trainer_gpu.fault import blame, broken
 from trainer_gpu.model import Lfm2Config, build_model, read_model_config
 from trainer_gpu.parallel import Trainable, build_optimizer
 from trainer_gpu.step import StepOutcome, compare_groups, optimizer_step
@@ -94,6 +95,8 @@ class Policy:
                 mine = tuple(part for part in parts if any(state.wants(name) for name in part.tensors))
                 state.load(read_tensors(store, mine, on_part=on_part))
                 rng.restore(chance, host.rank())
+                if names := broken((name, tensor) for name, tensor in self.state().items() if name.startswith("master.")):
+                    raise CheckpointError(f"weights of the checkpoint are NaN or infinite, the first {names[0]}")
             except (CheckpointError, ServiceError) as error:
                 fault = error
             agree(fault)
@@ -131,18 +134,22 @@ class Policy:
     ) -> StepOutcome:
         """One optimizer step; see `step.optimizer_step`.
 
-        Raises NonFiniteError: nothing has changed, on any rank. GpuMemoryError: the policy must be restored.
+        Raises NonFiniteError: nothing has changed, on any rank; FaultyGroupsError where that is for single groups.
+        GpuMemoryError: the policy must be restored.
         """
         with self._lead(Train(tuple(groups), version, step, planned_sequences)), host.within_memory(f"step {step}"):
-            outcome = optimizer_step(
-                self.trainable,
-                groups,
-                self._learning,
-                version=version,
-                step=step,
-                planned_sequences=planned_sequences,
-                on_row=on_row,
-            )
+            try:
+                outcome = optimizer_step(
+                    self.trainable,
+                    groups,
+                    self._learning,
+                    version=version,
+                    step=step,
+                    planned_sequences=planned_sequences,
+                    on_row=on_row,
+                )
+            except NonFiniteError as error:
+                raise blame(self.trainable, groups, self._learning, planned_sequences=planned_sequences, on_group=on_row) from error
             self._at_base = False
             return outcome
 

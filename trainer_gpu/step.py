@@ -7,6 +7,7 @@ cut into micro-batches, nor that over ranks, changes it.
 Shapes: T tokens of a packed row, S sampled tokens, L layers with experts, K experts a token.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ def optimizer_step(
     seen: list[Tokens] = []
     rate = learning_rate(learning, step)
     trainable.set_learning_rate(rate)
-    losses = _losses(trainable.model, rows, learning, denominator, seen, on_row)
+    losses = row_losses(trainable.model, rows, learning, denominator, seen, on_row)
     grad_norm = trainable.step(losses)
     moved = {"update_norm": trainable.update_norm()} if _is_compared(step) else {}
     parts = host.collect((seen, [origin for row in rows for origin in row.origins], replay))
@@ -137,7 +138,7 @@ def learning_rate(learning: Learning, step: int) -> float:
     return learning.learning_rate * min(1.0, step / max(1, learning.warmup_steps))
 
 
-def _losses(
+def row_losses(
     model: GPTModel,
     rows: Sequence[Row],
     learning: Learning,
@@ -145,14 +146,18 @@ def _losses(
     seen: list[Tokens],
     on_row: Callable[[str], None],
 ) -> Iterator[Callable[[], torch.Tensor]]:
-    """One closure a row. What the forward pass said of the sampled tokens is kept in `seen`, off the graph."""
+    """One closure a row. What the forward pass said of the sampled tokens is kept in `seen`, off the graph.
+
+    Where a number of it is not finite the gradient is not either, so that all ranks know before a weight has moved.
+    """
 
     def loss(row: Row) -> torch.Tensor:
         with nullcontext() if row.routing is None else replayed_routing(model, row.routing):
             log_pi, entropy = token_logprobs_packed(model, row.ids, row.seq_lens, row.where)
         ours, mu, advantages = log_pi[row.where], row.log_mu[row.where], row.advantages[row.where]
         seen.append(Tokens.of_tensors(ours, mu, advantages, entropy[row.where]))
-        return dppo_loss(ours, mu, advantages, denominator=denominator, gate=learning.gate)
+        value = dppo_loss(ours, mu, advantages, denominator=denominator, gate=learning.gate)
+        return value if seen[-1].is_finite else value * math.nan
 
     for number, row in enumerate(rows):
         yield lambda row=row: loss(row)

@@ -175,6 +175,14 @@ class NonFiniteError(WeightsError):
     """A weight, gradient, logprob or reward is NaN or infinite."""
 
 
+class FaultyGroupsError(NonFiniteError):
+    """Single groups of a step make it NaN or infinite. `places` are theirs among the step's groups."""
+
+    def __init__(self, message: str, places: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.places = places
+
+
 class WrongBaseError(WeightsError):
     """A delta was made from other weights than the ones here."""
 

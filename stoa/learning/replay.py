@@ -157,6 +157,10 @@ class ReplayBuffer:
         self._drops.append(Drop(key, "stale"))
         return True
 
+    def withdraw(self, keys: Collection[str]) -> tuple[str, ...]:
+        """Let waiting groups go, whose fate the caller tells; returns those of `keys` that waited."""
+        return tuple(key for key in keys if self._queue.pop(key, None) is not None)
+
     def drop_hosts(self, hosts: Collection[str]) -> None:
         """Drop the waiting groups of these hosts."""
         for key in [key for key, (_, group) in self._queue.items() if group.host in hosts]:

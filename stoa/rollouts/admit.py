@@ -78,6 +78,8 @@ class Reason(StrEnum):
     WRONG_REWARD = "wrong_reward"
     DUPLICATE = "duplicate"
     """Episodes of an earlier group, or one of its own several times, too unlikely to have been sampled twice."""
+    NON_FINITE = "non_finite"
+    """Alone it makes the trainer's logprobs or gradient NaN or infinite, with weights that are finite."""
 
 
 DAMNING: Final = frozenset(Reason) - {
