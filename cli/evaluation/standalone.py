@@ -159,7 +159,9 @@ def _seat(
         if asked.hosts is not None:
             words = (str(asked.hosts.resolve()), str(path.resolve()), "--folder", str(scratch.resolve()))
             command = [sys.executable, "-m", "worker_mac.cluster.sitting", *words]
-        children.append(house.start(task.host, command, env=os.environ, log=scratch / f"worker-{number}.log"))
+        # What a process that is ended by force leaves behind goes with the folder.
+        env = {**os.environ, "TMPDIR": str(scratch.resolve())}
+        children.append(house.start(task.host, command, env=env, log=scratch / f"worker-{number}.log"))
     return children
 
 
