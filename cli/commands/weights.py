@@ -168,10 +168,9 @@ def gc(
     for word, items in (("needed", result.verdict.needed), ("announced", waiting), ("would go" if dry_run else "deleted", result.due)):
         size = say.bytes_text(sum(item.num_bytes for item in items))
         say.talk(f"{word}: {len(items)} objects, {size}")
-    _table(
-        ("object", "bytes", "why", ""),
-        [(i.key, str(i.num_bytes), i.reason, "goes" if i.key in going else "waits") for i in result.verdict.unneeded],
-    )
+    _table(("objects", "of", "bytes", "", "why"), _why(result.verdict.unneeded, going))
+    if result.verdict.unneeded:
+        say.talk("each of them by its key: --json")
 
 
 def _by_kind(items: "Sequence[Judged]") -> dict[str, dict[str, int]]:
@@ -183,6 +182,17 @@ def _by_kind(items: "Sequence[Judged]") -> dict[str, dict[str, int]]:
         counts[kind] += 1
         sizes[kind] += item.num_bytes
     return {kind: {"objects": counts[kind], "bytes": sizes[kind]} for kind in sorted(counts)}
+
+
+def _why(items: "Sequence[Judged]", going: set[str]) -> list[tuple[str, ...]]:
+    """Kinds of objects by what becomes of them and why, the largest first: a run has thousands of objects."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    for item in items:
+        row = (item.key.split("/")[2], "goes" if item.key in going else "waits", item.reason)
+        counts[row] += 1
+        sizes[row] += item.num_bytes
+    return [(str(counts[row]), row[0], say.bytes_text(size), *row[1:]) for row, size in sizes.most_common()]
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

@@ -97,6 +97,9 @@ def test_gc_dry_run_changes_nothing_and_needs_no_temporal(small: SmallRun, capsy
     assert result["floor"] == 4  # version 13 less the staleness window of 8 is built from anchor 4
     assert [item.key for item in small.store.list("")] == before
     assert stoa(["weights", "gc", "small", "--dry-run"]) == Exit.DONE
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[0].isdigit()]
+    assert sorted(row[1] for row in rows) == ["anchors", "deltas"], "a row for each kind and reason, not for each object"
+    assert sum(int(row[0]) for row in rows) == len(result["announced"])
     assert stoa(["weights", "gc", "small", "--grace-hours", "-1"]) == Exit.WRONG_USE
 
 
