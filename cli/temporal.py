@@ -5,7 +5,7 @@ Synchronous, with a limit on every call. What the workflows do is theirs; server
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -162,15 +162,18 @@ class Control:
         """Change how often anchors come. Raises UsageError if the run refuses it."""
         self._call(self._update(run, names.SET_ANCHOR_CADENCE, cadence), run)
 
-    def examine(self, run: str, ask: EvalAsk) -> tuple[EvaluationResult, tuple[EvalPlayer, ...]]:
+    def examine(self, run: str, ask: EvalAsk, taken: Callable[[], None]) -> tuple[EvaluationResult, tuple[EvalPlayer, ...]]:
         """Have a run evaluate a version and wait for the result; also what each Mac did for it, if anybody still tells.
+
+        `taken` is called once the run has agreed to it.
 
         Raises UsageError if the run refuses it, ServiceError if the evaluation fails.
         """
-        return self._call(self._examine(run, ask), run)
+        return self._call(self._examine(run, ask, taken), run)
 
-    async def _examine(self, run: str, ask: EvalAsk) -> tuple[EvaluationResult, tuple[EvalPlayer, ...]]:
+    async def _examine(self, run: str, ask: EvalAsk, taken: Callable[[], None]) -> tuple[EvaluationResult, tuple[EvalPlayer, ...]]:
         given: EvaluationInput = await self._update(run, names.EVALUATE, ask, EvaluationInput)
+        taken()
         client = await self._client(self._settings.namespace_mac)
         handle = client.get_workflow_handle(names.evaluation_workflow_id(run, given.evaluation), result_type=EvaluationResult)
         deadline = time.monotonic() + given.timeout_seconds + 6 * CALL_SECONDS
@@ -293,21 +296,21 @@ class Control:
         self, run: str, update: str, argument: Ask | MacAsk | AnchorCadence | EvalAsk, result_type: type[ResultT] | None = None
     ) -> ResultT:
         handle = (await self._client(self._settings.namespace_core)).get_workflow_handle(names.run_workflow_id(run))
-        limit = timedelta(seconds=self.update_seconds)
+        limit, word = timedelta(seconds=self.update_seconds), update.removesuffix("_mac").replace("_", " ")
         try:
             # The client itself would ask again and again for as long as no worker takes the update.
             asked = handle.execute_update(update, argument, result_type=result_type, rpc_timeout=limit)
             return await asyncio.wait_for(asked, self.update_seconds)
         except (TimeoutError, WorkflowUpdateRPCTimeoutOrCancelledError):
             raise ServiceUnavailableError(
-                f"run {run}: {CONTROL_SILENT}; {update} may still be taken once it does", hint="is `python -m trainer_gpu.worker` running?"
+                f"run {run}: {CONTROL_SILENT}; {word} may still be taken once it does", hint="is `python -m trainer_gpu.worker` running?"
             ) from None
         except WorkflowUpdateFailedError as failure:
-            raise UsageError(f"run {run}: {update} was refused: {innermost(failure)}") from None
+            raise UsageError(f"run {run}: {word} was refused: {innermost(failure)}") from None
         except RPCError as problem:
             if problem.status == RPCStatusCode.NOT_FOUND and "already completed" in problem.message:
                 raise UsageError(
-                    f"run {run}: {update} was refused: the run has ended", hint="go on with it: `stoa run CONFIG --resume`"
+                    f"run {run}: {word} was refused: the run has ended", hint="go on with it: `stoa run CONFIG --resume`"
                 ) from None
             raise
 

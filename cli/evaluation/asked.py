@@ -20,8 +20,8 @@ def examine_run(run: str, version: int, num_questions: int, num_samples: int, na
     """Have a live run examine a version; returns when it is marked. Raises UsageError, ServiceError."""
     with find_run(run, config) as found:
         ask = EvalAsk(name or f"asked-{uuid.uuid4().hex[:8]}", version, num_questions, num_samples)
-        say.talk(f"run {run} examines {'its newest version' if version < 0 else f'version {version}'} as {ask.name}")
-        result, players = found.control.examine(run, ask)
+        what = "its newest version" if version < 0 else f"version {version}"
+        result, players = found.control.examine(run, ask, lambda: say.talk(f"run {run} examines {what} as {ask.name}"))
         if not result.key:
             raise ServiceError(f"run {run}: evaluation {ask.name}: {result.error}")
         return shown.of_summary(read_summary(found.store, result.key), players)

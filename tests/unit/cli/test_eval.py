@@ -1,16 +1,19 @@
 """`stoa eval` shows what a run's bucket holds, keeps results in files, and compares two of them."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from cli.evaluation import shown
+from cli.evaluation import asked, shown
 from cli.evaluation.standalone import Asked, examine
 from stoa.bucket.evals import Mark, Summary
 from stoa.config.run import RunConfig
 from stoa.contracts.errors import CheckpointError, FormatError, UsageError, WiredError
-from stoa.contracts.evaluation_messages import EvalPlayer, EvaluationResult
+from stoa.contracts.evaluation_messages import EvalAsk, EvalPlayer, EvaluationResult
 
 
 def summary(evaluation: str, version: int, num_right: int, num: int = 100) -> Summary:
@@ -43,6 +46,27 @@ def test_results_are_found_by_name_and_by_version() -> None:
     with pytest.raises(UsageError) as caught:
         shown.pick(SUMMARIES, "v9")
     assert "v0-first, v4-every, v4-last" in caught.value.hint
+
+
+def test_an_examination_that_the_run_refuses_is_not_said_to_begin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agrees = True
+
+    def examine(run: str, ask: EvalAsk, taken: Callable[[], None]) -> tuple[EvaluationResult, tuple[EvalPlayer, ...]]:
+        if agrees:
+            taken()
+        raise UsageError(f"run {run}: evaluate was refused: the run has ended")
+
+    @contextmanager
+    def find_run(run: str, config: Path | None) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(control=SimpleNamespace(examine=examine))
+
+    monkeypatch.setattr(asked, "find_run", find_run)
+    for agrees in (True, False):
+        with pytest.raises(UsageError):
+            asked.examine_run("demo", 7, 4, 1, "mine", None)
+        assert ("run demo examines version 7 as mine" in capsys.readouterr().err) is agrees
 
 
 def test_two_results_are_compared_in_words(tmp_path: Path) -> None:
