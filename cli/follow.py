@@ -50,9 +50,21 @@ def find_run(run: str, config: Path | None, *, temporal: bool = True, newest: Ne
     """
     settings = load_run(config, (f"run={run}",))
     store = open_store(settings)
-    document = read_run(store, run)
+    try:
+        document = read_run(store, run)
+    except ServiceUnavailableError as problem:
+        raise ServiceUnavailableError(problem.message, hint=f"{problem.hint}{_demo_hint(config)}") from None
     with Control(settings.temporal) as control:
         yield Found(settings, document, store, control, Collector(document, store, control if temporal else None, newest=newest))
+
+
+def _demo_hint(config: Path | None) -> str:
+    """A demo has servers of its own, which end with it: how to reach them, where one was made here."""
+    if config is not None:
+        folder = config.parent
+        return f"; a demo that is over: `stoa services --demo {folder}` first" if (folder / "state" / "bucket").is_dir() else ""
+    demos = sorted(Path("runs").glob("demo-*/config.json"), key=lambda path: path.stat().st_mtime)
+    return f"; a demo has its own: add `--config {demos[-1]}`" if demos else ""
 
 
 def follow(found: Found, max_steps: int, *, on_record: Callable[[RunRecord], None] = lambda _: None, quiet: bool = False) -> RunRecord:

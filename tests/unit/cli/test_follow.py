@@ -1,13 +1,15 @@
 """A run that got what it was started for is told from one whose time was over."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from cli import follow as following
-from cli.follow import GONE_LOOKS, Found, follow, reached
+from cli.follow import GONE_LOOKS, Found, find_run, follow, reached
 from cli.report.record import RunRecord
 from stoa.config.run import Stop
 from stoa.contracts.errors import ServiceUnavailableError
@@ -30,6 +32,24 @@ def test_reached(stop: Stop, done: bool) -> None:
     """What counts of a target is the lower end of the interval: 0.7 of 0.8."""
     evaluations = tuple(replace(one, interval_95=(one.pass_at_1 - 0.1, 1.0)) for one in record().evaluations)
     assert reached(stop, replace(record(), evaluations=evaluations)) is done
+
+
+def test_silent_bucket_of_a_demo_is_told_with_the_way_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STOA_BUCKET_ENDPOINT", "http://127.0.0.1:1")
+
+    def hint(config: Path | None) -> str:
+        with pytest.raises(ServiceUnavailableError) as caught, find_run("demo", config):
+            pass
+        return caught.value.hint
+
+    assert "--config" not in hint(None)
+    demo = Path("runs", "demo-1")
+    (demo / "state" / "bucket").mkdir(parents=True)
+    config = demo / "config.json"
+    config.write_text(json.dumps({"run": "demo"}))
+    assert hint(None).endswith("add `--config runs/demo-1/config.json`")
+    assert hint(config).endswith("`stoa services --demo runs/demo-1` first")
 
 
 def test_following_outlives_an_outage_of_the_bucket(capsys: pytest.CaptureFixture[str]) -> None:
