@@ -147,7 +147,8 @@ def _notes(config: RunConfig, invite: Invite) -> list[str]:
     notes: list[str] = []
     local = [where for where in (invite.temporal.address, invite.bucket.endpoint) if is_loopback(where)]
     if local:
-        notes.append(f"for Macs on this machine only: {' and '.join(local)} is loopback; set [macs] in the configuration for others")
+        loopback = f"{' and '.join(local)} {'are' if len(local) > 1 else 'is'} loopback"
+        notes.append(f"for Macs on this machine only: {loopback}; set [macs] in the configuration for others")
     elif not invite.temporal.tls or not invite.bucket.endpoint.startswith("https://"):
         notes.append("passes, or bytes, cross the net in clear: good inside a private network only")
     if not config.macs.temporal_address and not local:

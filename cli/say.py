@@ -53,7 +53,10 @@ def system_fault(problem: OSError) -> Exit:
     """Tell that the operating system refused a file or a process: a full disk, a folder that cannot be written."""
     where = f"{problem.filename}: " if problem.filename is not None else ""
     full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
-    error(f"{where}{problem.strerror or problem}", "make room on the disk" if full else "check the path and who may write there")
+    if isinstance(problem, FileExistsError):
+        error(f"{where}a file of that name is there", "name another path")
+    else:
+        error(f"{where}{problem.strerror or problem}", "make room on the disk" if full else "check the path and who may write there")
     return Exit.FAILED
 
 

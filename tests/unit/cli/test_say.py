@@ -1,6 +1,7 @@
 """How errors and sizes are told."""
 
 import errno
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,15 @@ def test_trouble_with_a_server_is_a_failure_not_wrong_use() -> None:
 def test_full_disk_is_told_without_a_trace_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert say.system_fault(OSError(errno.ENOSPC, "No space left on device", "runs/x/report.json")) == Exit.FAILED
     assert capsys.readouterr().err == "error: runs/x/report.json: No space left on device\n\nhint: make room on the disk\n"
+
+
+def test_file_where_a_folder_is_wanted_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    taken = tmp_path / "report"
+    taken.touch()
+    with pytest.raises(OSError, match="exists") as caught:
+        taken.mkdir(exist_ok=True)
+    assert say.system_fault(caught.value) == Exit.FAILED
+    assert capsys.readouterr().err == f"error: {taken}: a file of that name is there\n\nhint: name another path\n"
 
 
 def test_brackets_in_a_message_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
