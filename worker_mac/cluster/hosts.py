@@ -77,7 +77,8 @@ def _read(path: Path) -> object:
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise WiredError(f"{path}: cannot be read: {error}", hint=_HINT) from error
+        why = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise WiredError(f"{path}: {why}", hint=_HINT) from error
 
 
 def _host(path: Path, number: int, entry: object) -> WiredHost:

@@ -63,7 +63,8 @@ def _told(config: ModelConfig, layout: Layout, spans: Sequence[range], macs: Seq
     lines: list[str] = []
     for rank, (span, mac) in enumerate(zip(spans, macs, strict=True)):
         ranks = len(spans) if split == "tensor" else 1
-        what = f"1/{ranks} of each layer" if ranks > 1 else f"layers {span.start} to {span.stop - 1}"
+        layers = f"layers {span.start} to {span.stop - 1}" if len(span) > 1 else f"layer {span.start}"
+        what = f"1/{ranks} of each layer" if ranks > 1 else layers
         held = bytes_of(config, layout, span, 4 if layout.raw_dtype == "float32" else 2, ranks).weights_bytes
         lines.append(told_of(f"Mac {rank}, {what}", held, mac.limit_bytes))
     return lines

@@ -153,7 +153,7 @@ def test_what_each_mac_will_hold_is_told_and_a_set_without_room_takes_nothing(
     # and 680; layer 2: 114,688 and 840; the embedding's 16,384 codes stand on both, the last norm's 64 on the second.
     assert told == [
         "memory: Mac 0, layers 0 to 1: weights of 182 kB, of 1.0 GB that may be taken",
-        "memory: Mac 1, layers 2 to 2: weights of 143 kB",
+        "memory: Mac 1, layer 2: weights of 143 kB",
     ]
 
 

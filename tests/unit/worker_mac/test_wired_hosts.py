@@ -178,3 +178,8 @@ def test_what_does_not_fit_one_fits_two_and_what_fits_none_says_so() -> None:
         split_layers([10] * 10, [1] * 10, 10, 5, strengths((60, 1.0), (60, 1.0)))
     with pytest.raises(WiredError, match="1 layers cannot be split over 2"):
         split_layers([10], [1], 10, 5, strengths((100, 1.0), (100, 1.0)))
+
+
+def test_hosts_that_are_not_there_are_told_without_a_number(tmp_path: Path) -> None:
+    with pytest.raises(WiredError, match=r"hosts\.json: no such file$"):
+        read_hosts(tmp_path / "hosts.json")
