@@ -111,7 +111,7 @@ def _ask_self_test() -> Finding | _Tested:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return bad(SELF_TEST, f"no answer in {TEST_SECONDS:g} s", "restart the machine and ask again")
+        return bad(SELF_TEST, f"no answer in {TEST_SECONDS:g} s", "ask again when less runs here; if it stays so, restart the machine")
     try:
         found = json.loads(done.stdout)
     except ValueError:
