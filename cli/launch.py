@@ -7,6 +7,7 @@ the workflow starts only after run.json is there.
 import asyncio
 import json
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,15 +111,27 @@ def environment_faults(config: RunConfig, origin: Origin) -> list[Fault]:
     tokenizer = folder / "tokenizer.json" if folder is not None else None
     if tokenizer is None or not tokenizer.is_file():
         return []
-    try:
-        known.create(config.environment.name, config.environment.settings, tokenizer.read_bytes())
-    except (ConfigError, UnknownNameError) as error:
-        named = [key for key in config.environment.settings if f" {key} " in error.message]
-        key = f"environment.settings.{named[0]}" if named else "environment.name"
-        return [fault_at(key, error.message, error.hint, origin)]
-    except StoaError:
-        return []  # no fault of the file; whoever starts the run is told
-    return []
+    rest, found = dict(config.environment.settings), list[Fault]()
+    while True:
+        try:
+            known.create(config.environment.name, rest, tokenizer.read_bytes())
+        except (ConfigError, UnknownNameError) as error:
+            key = next((key for key in rest if f" {key} " in error.message), "")
+            if not found or (key and not _names_one(error.message, config.environment.settings.keys() - rest.keys())):
+                where = f"environment.settings.{key}" if key else "environment.name"
+                found.append(fault_at(where, error.message, error.hint, origin))
+            if not key:
+                return found
+            del rest[key]  # what the rest says can then be looked at, too
+        except StoaError:
+            return found  # no fault of the file; whoever starts the run is told
+        else:
+            return found
+
+
+def _names_one(said: str, gone: Iterable[str]) -> bool:
+    """True where a sentence is of a setting that was taken out: its default stands there now."""
+    return any(f" {key} " in said for key in gone)
 
 
 def _check_weights(folder: Path, layout: Layout) -> None:

@@ -16,6 +16,8 @@ Split = Literal["train", "held_out", "transfer"]
 """What a question is for: training, examination on the same kind of questions, examination on another benchmark's."""
 Setting = str | int | float | bool
 SettingsT = TypeVar("SettingsT")
+_ALIKE = 0.7
+"""How like a key must be to be offered in another's place; as with the other keys of a configuration."""
 
 
 class EpisodeOverError(StoaError):
@@ -109,12 +111,12 @@ class Environment(Protocol):
 def read_settings(environment: str, kind: type[SettingsT], settings: Mapping[str, Setting]) -> SettingsT:
     """Turn the settings of a run into the frozen dataclass `kind`, whose defaults give each setting its type.
 
-    Raises ConfigError for a key that `kind` lacks (naming the nearest one) or a value of another type.
+    Raises ConfigError for a key that `kind` lacks (naming one that is like it, else all there are) or a value of another type.
     """
     defaults = {field.name: field.default for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     for key, value in settings.items():
         if key not in defaults:
-            raise ConfigError(f"environment {environment}: {key} is not a setting", hint=_nearest(key, list(defaults)))
+            raise ConfigError(f"environment {environment}: {key} is not a setting", hint=_meant(key, list(defaults)))
         wanted = type(defaults[key])
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ConfigError(
@@ -142,6 +144,11 @@ def one_of(environment: str, key: str, value: str, allowed: Sequence[str]) -> No
 def unknown_name(kind: str, name: str, known: Sequence[str]) -> UnknownNameError:
     """The error for a name that nothing answers to, with the nearest one that something does."""
     return UnknownNameError(f"no {kind} is called {name!r}", hint=_nearest(name, known))
+
+
+def _meant(key: str, known: Sequence[str]) -> str:
+    close = get_close_matches(key, known, n=1, cutoff=_ALIKE)
+    return f"did you mean {close[0]}?" if close else f"environment.settings has: {', '.join(known)}"
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

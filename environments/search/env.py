@@ -16,6 +16,7 @@ from environments.search.questions import build_questions
 from environments.search.reward import METRICS, match
 from environments.search.tools import SearchTool
 from stoa.chat.render import ChatRenderer
+from stoa.contracts.errors import ConfigError
 
 NAME = "search"
 # Warm-start worlds have seeds from here on; a run's world never does, so its facts cannot have been learned before.
@@ -40,12 +41,17 @@ class SearchSettings:
         """Raise ConfigError for a value out of range."""
         in_range(NAME, "world_seed", self.world_seed, 0, FIRST_WARM_START_SEED - 1)
         in_range(NAME, "num_entities", self.num_entities, 2, MAX_ENTITIES)
-        in_range(NAME, "num_held_out", self.num_held_out, 1, self.num_entities - 1)
+        in_range(NAME, "num_held_out", self.num_held_out, 1, MAX_ENTITIES - 1)
         in_range(NAME, "max_calls", self.max_calls, 1, 16)
         in_range(NAME, "top_k", self.top_k, 1, 16)
         in_range(NAME, "max_turn_tokens", self.max_turn_tokens, 4, 4096)
         in_range(NAME, "max_episode_tokens", self.max_episode_tokens, 64, 65536)
         one_of(NAME, "reward", self.reward, METRICS)
+        if self.num_held_out >= self.num_entities:
+            raise ConfigError(
+                f"environment {NAME}: num_held_out = {self.num_held_out} is not below num_entities = {self.num_entities}",
+                hint=f"use a value from 1 to {self.num_entities - 1}",
+            )
 
 
 def _answer_of(text: str) -> str | None:

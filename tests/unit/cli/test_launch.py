@@ -92,6 +92,19 @@ def test_every_fault_of_a_file_is_told_at_once_contradictions_and_the_environmen
         load_run(path, environ={}, look=environment_faults)
 
 
+def test_faults_of_an_environments_settings_are_all_told_and_only_like_keys_are_offered(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[environment.settings]\nflavour = 1\nmax_cals = 2\ntop_k = 99\nworld_seed = 'x'\nnum_entities = 1\nnum_held_out = 300\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, environ={}, look=environment_faults)
+    _, *lines = caught.value.message.splitlines()
+    assert [line.split(": ")[0].rpartition(":")[2] for line in lines] == ["2", "3", "4", "5", "6"]
+    assert "flavour is not a setting (environment.settings has: world_seed, num_entities," in lines[0]
+    assert "(did you mean max_calls?)" in lines[1]
+
+
 def test_a_default_in_a_wrong_settings_place_contradicts_nobody(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[learning]\nmax_staleness = 9999\nmax_staleness_hard = -1\n")
