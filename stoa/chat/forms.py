@@ -8,7 +8,7 @@ A message comes out as a role and pieces: text, and ids of special tokens betwee
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final, Literal
@@ -100,6 +100,15 @@ def family_of(id_of: Callable[[str], int | None]) -> tuple[Family, SpecialIds]:
     )  # fmt: skip
 
 
+def is_mark(family: Family, token: str) -> bool:
+    """Whether a token that a tokenizer has added is a mark, which text from outside must not become.
+
+    All of another family's are. Of an LFM2's only those that structure a dialogue: a tokenizer may have words among the added
+    ones, and text is to have the ids that the template's would have.
+    """
+    return family != "lfm2" or token in {THOUGHT_OPEN, THOUGHT_CLOSE, *NAMES["lfm2"].values()}
+
+
 def _id(found: int | None) -> int:
     if found is None:
         raise AssertionError("a token that was found is gone")
@@ -109,14 +118,14 @@ def _id(found: int | None) -> int:
 def framed(
     family: Family, messages: Sequence[Message], special: SpecialIds, mark: Callable[[str], Piece]
 ) -> Iterator[tuple[str, list[Piece]]]:
-    """Each message's role and pieces, as the family writes them. mark: a thought's mark, as text or as an id."""
+    """Each message's role and pieces, as the family writes them. mark: a mark of a thought or a result, as text or as an id."""
     if family == "lfm2":
         for message in messages:
             yield message.role, _lfm2(message, special, mark)
     elif family == "qwen":
         for is_tool, run in groupby(messages, key=lambda message: message.role == "tool"):
             if is_tool:
-                yield "user", ["\n".join(f"<tool_response>\n{message.content}\n</tool_response>" for message in run)]
+                yield "user", _qwen_results(run, mark)
                 continue
             for message in run:
                 yield message.role, _qwen(message, special, mark)
@@ -176,6 +185,13 @@ def _qwen(message: Message, special: SpecialIds, mark: Callable[[str], Piece]) -
     for number, call in enumerate(message.calls):
         body = json.dumps(dict(call.arguments), ensure_ascii=False)
         pieces += ["\n" if message.content or number else "", *_call(special, _QWEN_CALL.format(name=json.dumps(call.name), body=body))]
+    return pieces
+
+
+def _qwen_results(messages: Iterable[Message], mark: Callable[[str], Piece]) -> list[Piece]:
+    pieces: list[Piece] = []
+    for message in messages:
+        pieces += ["\n" if pieces else "", mark("<tool_response>"), f"\n{message.content}\n", mark("</tool_response>")]
     return pieces
 
 

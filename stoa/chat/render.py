@@ -3,17 +3,18 @@
 How a family writes a message is `forms.py`'s; that of LFM2.5's chat template is the one of a run's policies: tools are listed
 in the system message, calls stand between their markers, and of an assistant's thoughts only those after the last user
 message are shown again. Special ids are looked up by name in the checkpoint's tokenizer.json and nowhere written down. Text
-from outside (a question, a search result) can never become a special id. What has been sampled is never rendered here again:
-an episode grows by appending, so each prompt is an exact prefix of the next.
+from outside (a question, a search result) can never become a special id, nor the id of a mark that a tokenizer has added
+without calling it special, as Qwen's `<tool_call>`. What has been sampled is never rendered here again: an episode grows by
+appending, so each prompt is an exact prefix of the next.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
-from stoa.chat.forms import THOUGHT_CLOSE, Family, Message, Piece, Role, SpecialIds, calls_text, family_of, framed, opened
+from stoa.chat.forms import THOUGHT_CLOSE, Family, Message, Piece, Role, SpecialIds, calls_text, family_of, framed, is_mark, opened
 from stoa.contracts.errors import CheckpointError
 
 __all__ = ["ChatRenderer", "Message", "Role", "SpecialIds", "calls_text", "system_message"]
@@ -41,6 +42,10 @@ class ChatRenderer:
         self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        marks = [token for token in added.values() if token.special or is_mark(self.family, token.content)]
+        self._mark_ids = {token.content: index for index, token in added.items() if token in marks}
+        # To the tokenizer these are special from here on: their spelling in a text stays text.
+        self._tokenizer.add_special_tokens([AddedToken(token.content, normalized=token.normalized, special=True) for token in marks])
         # What stands between the messages of a dialogue, and between a role and its text.
         self._between = () if self.family == "llama3" else self.encode("\n")
         self._break = "\n\n" if self.family == "llama3" else "\n"
@@ -55,7 +60,7 @@ class ChatRenderer:
         return (*self._between, *self._messages(messages), *self._opening())
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of plain text; the spelling of a special token inside it stays text."""
+        """Ids of plain text; the spelling of a special token or another mark inside it stays text."""
         # JSON from a server may hold half a surrogate pair, which is no text: "?" stands for it.
         sound = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
         return tuple(self._tokenizer.encode(sound, add_special_tokens=False).ids)
@@ -80,9 +85,8 @@ class ChatRenderer:
         return [f"{role}{self._break}"] if self.special.role_end is None else [role, self.special.role_end, self._break]
 
     def _mark(self, mark: str) -> Piece:
-        """A thought's mark: one id where the checkpoint has it as a special token, text where it has not."""
-        found = self._tokenizer.token_to_id(mark)
-        return found if found in self._special_ids else mark
+        """A mark of a thought or a result: one id where the checkpoint has it as a token of its own, text where it has not."""
+        return self._mark_ids.get(mark, mark)
 
     def _joined(self, pieces: Sequence[Piece]) -> list[int]:
         ids: list[int] = []
