@@ -23,7 +23,7 @@ from stoa.bucket import keys
 from stoa.bucket.exams import EXAM_FORMAT, ExamPlan, ExamTask, answered, claim, open_exam, read_task
 from stoa.bucket.store import Store
 from stoa.config.host import MacHost
-from stoa.config.load import bucket_credentials
+from stoa.config.load import bucket_credentials, load_mac_host, state_base
 from stoa.config.run import Bucket, Rollout
 from stoa.contracts.errors import CheckpointError, ObjectExistsError, StoaError, UsageError
 from stoa.rollouts.records import Episode, Fingerprint, Group, Timings
@@ -65,23 +65,32 @@ Make = Callable[[Layout, Mapping[str, object], Environment, Path], Means]
 
 
 def alone(layout: Layout, model_config: Mapping[str, object], environment: Environment, scratch: Path) -> Means:
-    """This Mac with nothing but itself. Raises CheckpointError if weights and the least of pages do not fit it."""
+    """This Mac with nothing but itself, within what its owner lets be taken.
+
+    Raises CheckpointError if weights and the least of pages do not fit it, ConfigError for a mac.toml that cannot be used.
+    """
     config = engine_config(model_config)
     item = 4 if layout.raw_dtype == "float32" else 2
     whole = model_bytes(config, layout, item_bytes=item, activation_bytes=item)
-    limit = None
+    allowed, limit = share_allowed(state_base() / "mac"), None
     if mx.metal.is_available():
-        limit = int(int(mx.device_info()["max_recommended_working_set_size"]) * MacHost().memory_fraction)
+        limit = int(int(mx.device_info()["max_recommended_working_set_size"]) * allowed.memory_fraction)
     need = whole.weights_bytes + Play(1, environment.limits.max_episode_tokens).least_pages * whole.page_bytes + 3 * whole.slot_bytes
     tell_memory((f"weights take {_size(whole.weights_bytes)}{_of(limit)}",))
     if limit is not None and need + SPARE_BYTES > limit:
         raise CheckpointError(
             f"it takes {_size(need + SPARE_BYTES)} with the least of pages, this Mac may give {_size(limit)}",
-            hint="wire this Mac to others: `stoa eval CHECKPOINT --hosts hosts.json`",
+            hint="wire this Mac to others: `stoa eval CHECKPOINT --hosts hosts.json`, or raise memory_fraction",
         )
-    player = Player(environment, Rollout(), layout, config, Guest(), folder=scratch, state_folder=scratch)
+    player = Player(environment, Rollout(), layout, config, Guest(allowed), folder=scratch, state_folder=scratch)
     live = LiveWeights(layout)
     return Means(live, Model(config, live.arrays), player)
+
+
+def share_allowed(folder: Path) -> MacHost:
+    """What the owner lets weights and pages take, as mac.toml in the folder says. A person asked, so it is played at any hour."""
+    limits = folder / "mac.toml"
+    return MacHost(memory_fraction=load_mac_host(limits).memory_fraction) if limits.is_file() else MacHost()
 
 
 def tell_memory(lines: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from environments import registry
 from stoa.bucket import keys
 from stoa.bucket.exams import ExamTask, answered, claim, open_exam, read_exam, read_task, write_task
 from stoa.bucket.store import Store
+from stoa.config.host import MacHost
 from stoa.contracts.errors import CheckpointError, WiredError
 from stoa.rollouts.records import Episode
 from stoa.rollouts.shard import decode_group
@@ -27,7 +28,7 @@ from tests.unit.worker_mac.wired import followed
 from worker_mac.checkpoint import state_of
 from worker_mac.cluster.sitting import spread
 from worker_mac.cluster.split import Strength
-from worker_mac.exam import Seat
+from worker_mac.exam import Seat, alone
 
 POLICY = Path(__file__).parents[3] / "environments" / "search" / "policy"
 WIDE = json.loads((POLICY / "config.json").read_text()) | {
@@ -155,6 +156,20 @@ def test_what_each_mac_will_hold_is_told_and_a_set_without_room_takes_nothing(
         "memory: Mac 0, layers 0 to 1: weights of 182 kB, of 1.0 GB that may be taken",
         "memory: Mac 1, layer 2: weights of 143 kB",
     ]
+
+
+@pytest.mark.parametrize(("said", "fraction"), [('memory_fraction = 0.25\nhours = "22:00-06:00"\n', 0.25), (None, 0.9)])
+def test_one_mac_alone_heeds_what_its_owner_lets_weights_and_pages_take(
+    said: str | None, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOA_STATE", str(tmp_path))
+    if said is not None:
+        (tmp_path / "mac").mkdir()
+        (tmp_path / "mac" / "mac.toml").write_text(said)
+    config = json.loads((POLICY / "config.json").read_text())
+    search = registry.create("search", {}, (POLICY / "tokenizer.json").read_bytes())
+    means = alone(layout_of(config, "float32"), config, search, tmp_path)
+    assert means.player._guest.allowed == MacHost(memory_fraction=fraction)
 
 
 def test_exported_codes_are_taken_as_they_are(tmp_path: Path) -> None:
