@@ -30,6 +30,7 @@ from stoa.contracts.errors import (
     ObjectMissingError,
     RunExistsError,
     RunMismatchError,
+    ServiceUnavailableError,
     SignatureError,
     StoaError,
     UnknownNameError,
@@ -228,10 +229,21 @@ def _go_on(config: RunConfig, store: Store, control: Control, state: Path | None
     if document.public_key != Signer.from_seed(signing_seed(base=state)).public_key:
         raise SignatureError(f"run {config.run} was signed with another key than this host's", hint="set STOA_SIGNING_KEY to the run's key")
     if control.is_running(config.run):
-        raise RunExistsError(f"run {config.run} has not stopped", hint=f"see `stoa status {config.run}`; `stoa resume` undoes a pause")
+        raise RunExistsError(f"run {config.run} has not stopped", hint=_how_to_go_on(config.run, control))
     with suppress(ObjectMissingError):  # stopped before its first version
         refuse_spent_limits(config.stop, read_head(store, config.run, document.public_key)[0])
     return document
+
+
+def _how_to_go_on(run: str, control: Control) -> str:
+    """What to do with a run that has not stopped."""
+    try:
+        control.status(run)
+    except ServiceUnavailableError:
+        return "its trainer is away: start `python -m trainer_gpu.worker`, which ends a run that was told to, and goes on with any other"
+    except StoaError:
+        pass  # `stoa status` tells it
+    return f"see `stoa status {run}`; `stoa resume {run}` undoes a pause"
 
 
 def refuse_spent_limits(stop: Stop, head: Head) -> None:

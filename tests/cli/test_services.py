@@ -110,6 +110,7 @@ def test_used_run_name_is_refused_and_resume_is_named(services: Server, tmp_path
     assert "--resume" in second.stderr
     third = stoa("run", "--detach", "--resume", "--set", "run=twice", env=services.env)
     assert "has not stopped" in third.stderr
+    assert "hint: its trainer is away: start `python -m trainer_gpu.worker`, which ends" in third.stderr
     fourth = stoa(
         "run", "--detach", "--resume", "--set", "run=twice", "--set", "rollout.groups=4", "--set", "stop.max_steps=8", env=services.env
     )
