@@ -23,11 +23,12 @@ _log = structlog.get_logger(__name__)
 
 async def keep_alive(command: Sequence[str], stop: asyncio.Event) -> None:
     """Run `command` again and again until `stop` is set; then close its input and wait for its end."""
+    name = _name(command)
     wait_seconds = FIRST_WAIT_SECONDS
     while not stop.is_set():
         started = time.monotonic()
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
-        _log.info("child_started", command=command[-1], pid=process.pid)
+        _log.info("child_started", command=name, pid=process.pid)
         ended = asyncio.ensure_future(process.wait())
         stopped = asyncio.ensure_future(stop.wait())
         try:
@@ -39,10 +40,15 @@ async def keep_alive(command: Sequence[str], stop: asyncio.Event) -> None:
             return
         if time.monotonic() - started > HEALTHY_SECONDS:
             wait_seconds = FIRST_WAIT_SECONDS
-        _log.warning("child_ended", command=command[-1], code=process.returncode, wait_seconds=wait_seconds)
+        _log.warning("child_ended", command=name, code=process.returncode, wait_seconds=wait_seconds)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), wait_seconds)
         wait_seconds = min(wait_seconds * 2, LONGEST_WAIT_SECONDS)
+
+
+def _name(command: Sequence[str]) -> str:
+    """The module that Python runs, else the program."""
+    return command[command.index("-m") + 1] if "-m" in command[:-1] else command[0]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

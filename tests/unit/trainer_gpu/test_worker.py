@@ -1,6 +1,7 @@
 """The trainer's main and what it needs: exit codes, the lock, the child that must live, the child that must end."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from stoa.contracts.errors import MissingExtraError, WorkerLockedError
 from trainer_gpu.child import keep_alive
@@ -71,6 +73,17 @@ async def test_killed_child_is_started_again_and_ends_with_us(tmp_path: Path, co
     await asyncio.wait_for(keeping, 10)
     with pytest.raises(ProcessLookupError):
         os.kill(starts(tmp_path)[1], 0)
+
+
+async def test_log_names_the_module_of_a_child_and_not_its_last_argument(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text("import sys; open('starts', 'a').write('1\\n'); sys.stdin.read()")
+    stop = asyncio.Event()
+    with contextlib.chdir(tmp_path), capture_logs() as said:
+        keeping = asyncio.create_task(keep_alive([sys.executable, "-m", "waits", "--state", str(tmp_path)], stop))
+        await until(tmp_path, 1)
+        stop.set()
+        await asyncio.wait_for(keeping, 10)
+    assert [event["command"] for event in said if event["event"] == "child_started"] == ["waits"]
 
 
 def test_child_ends_when_its_parent_is_killed(tmp_path: Path, command: list[str]) -> None:
