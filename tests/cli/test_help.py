@@ -1,10 +1,10 @@
 """`stoa --help` is quick and loads nothing heavy; every command answers to --help and says what it is."""
 
 import re
+import resource
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from inspect import signature
 
@@ -38,6 +38,12 @@ def stoa(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "cli.main", *arguments], capture_output=True, text=True, timeout=50)
 
 
+def children_seconds() -> float:
+    """CPU seconds of all processes that this one has waited for: the wall clock is other programs' too."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_loads_no_heavy_module() -> None:
     code = (
         "import sys; from cli.main import run; run(['--help']);"
@@ -48,12 +54,12 @@ def test_help_loads_no_heavy_module() -> None:
     assert all(name in done.stdout for name in NAMES)
 
 
-def test_help_answers_within_half_a_second_best_of_five() -> None:
+def test_help_takes_half_a_second_of_one_core_at_most_best_of_five() -> None:
     times: list[float] = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = children_seconds()
         assert stoa("--help").returncode == 0
-        times.append(time.perf_counter() - began)
+        times.append(children_seconds() - began)
     assert min(times) <= 0.5
 
 

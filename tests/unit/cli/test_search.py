@@ -80,10 +80,12 @@ def test_wrong_use_says_what_to_do(source: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_questions_are_not_written_while_a_leak_is_left(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text('{"question": "a?", "golden_answers": ["x"], "pmid": "1"}\n')
+    (tmp_path / "train.jsonl").write_text(
+        '{"question": "a?", "golden_answers": ["x"], "pmid": "1"}\n{"question": "b?", "golden_answers": ["x"], "pmid": "3"}\n'
+    )
     (tmp_path / "test.jsonl").write_text('{"question": "A", "golden_answers": ["x"], "pmid": "2"}\n')
     _, report = build_questions(tmp_path, tmp_path / "out")
-    assert report.kept == {"train": 0, "held_out": 1, "transfer": 0}
+    assert report.kept == {"train": 1, "held_out": 1, "transfer": 0}
 
 
 def test_bar_is_a_line_each_ten_percent_without_a_terminal_and_one_line_on_one() -> None:

@@ -91,7 +91,7 @@ def test_slow_uplink_costs_the_trainer_one_percent_of_its_step_time_at_most(run:
     publisher.finish(lambda: None)
     # The median, because a pause of this machine's scheduler is not ours. A delta's upload alone would take longer.
     assert sorted(held)[len(held) // 2] <= 0.01 * STEPS * step_seconds
-    assert sum(held) <= 0.05 * STEPS * step_seconds * len(held)
+    assert max(held) <= VERSIONS_AN_ANCHOR * STEPS * step_seconds / 3  # nor is it ever held while the anchor goes out
     mac = Puller(run.store, run.document, tmp_path / "mac")
     assert mac.join(run.head).state_id() == manifest_of(run.store, run.document, run.head).state_id
 
