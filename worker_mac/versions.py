@@ -50,7 +50,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What bringing weights in took. `latency_seconds`: from HEAD's publication of the version to its being served."""
+    """What bringing weights in took.
+
+    latency_seconds: from HEAD's publication of the version to its being served; of a version that was there before this Mac was,
+    from the Mac's first look at HEAD.
+    """
 
     pull_seconds: float = 0.0
     apply_seconds: float = 0.0
@@ -82,6 +86,8 @@ class Versions:
         self._pinned: Served | None = None
         self._lock = threading.Lock()
         self._head: Head | None = None
+        self._first_look_at = 0.0
+        """Unix seconds at which this Mac found HEAD first."""
         self._etag = ""
         self._staged: Staged | None = None
         self._stager: threading.Thread | None = None
@@ -95,6 +101,7 @@ class Versions:
             except ObjectMissingError:
                 return None
             if found is not None:
+                self._first_look_at = self._first_look_at or time.time()
                 self._head, self._etag = found
             return self._head
 
@@ -257,7 +264,7 @@ class Versions:
         self._served = Served(head.version, str(state.verified_id), model, live)
         done = time.monotonic()
         _log.info("run_joined", version=head.version, bytes=live.num_bytes, seconds=done - started)
-        return self._served, Pulled(pulled_at - started, done - pulled_at, _since(head))
+        return self._served, Pulled(pulled_at - started, done - pulled_at, self._since(head))
 
     def _room(self) -> tuple[LiveWeights, Model]:
         """The one place for live weights, made at the first call: a Mac downloads while it makes room for 9 GB."""
@@ -278,11 +285,10 @@ class Versions:
         verdict = self._rescans.submit(self._puller.verify, staged, served.live.state)
         self._served = Served(head.version, staged.state_id, served.model, served.live, verdict)
         done = time.monotonic()
-        pulled = Pulled(pulled_at - started, done - pulled_at, _since(head))
+        pulled = Pulled(pulled_at - started, done - pulled_at, self._since(head))
         _log.info("delta_applied", version=head.version, pull_seconds=pulled.pull_seconds, apply_seconds=pulled.apply_seconds)
         return self._served, pulled
 
-
-def _since(head: Head) -> float:
-    """Seconds since HEAD's publication; two machines' clocks may disagree, so never below 0."""
-    return max(0.0, time.time() - head.published_at)
+    def _since(self, head: Head) -> float:
+        """Seconds since HEAD's publication, as far as this Mac was there; two machines' clocks may disagree, so never below 0."""
+        return max(0.0, time.time() - max(head.published_at, self._first_look_at))

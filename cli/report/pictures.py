@@ -64,13 +64,19 @@ def timeline_hosts(record: RunRecord) -> list[str]:
 
 
 def pulls(record: RunRecord) -> list[tuple[str, float, float]]:
-    """Host, Unix seconds at which a version was named, and seconds until this Mac served it; each version of each Mac once."""
+    """Host, Unix seconds from which a version was on its way to this Mac, and seconds until it was served; each of a Mac once.
+
+    That is when it was named; for a Mac that joined later, when it first looked: its sweep begins once the weights are there.
+    """
     published = {row.version: row.published_at for row in record.versions}
     first: dict[tuple[str, int], SweepBar] = {}
     for sweep in sorted(record.sweeps, key=lambda one: one.sweep):
         if sweep.pull_latency_seconds > 0 and sweep.version in published:
             first.setdefault((sweep.host, sweep.version), sweep)
-    return [(host, published[version], one.pull_latency_seconds) for (host, version), one in sorted(first.items())]
+    return [
+        (host, max(published[version], one.started_at - one.pull_latency_seconds), one.pull_latency_seconds)
+        for (host, version), one in sorted(first.items())
+    ]
 
 
 def _star(record: RunRecord, axes: Axes) -> None:

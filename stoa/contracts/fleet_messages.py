@@ -99,7 +99,7 @@ class SweepResult:
     decode_seconds: float = 0.0
     pull_seconds: float = 0.0
     pull_latency_seconds: float = 0.0
-    """From HEAD.published_at of the version to serving it."""
+    """From HEAD.published_at of the version, or the Mac's first look at HEAD if that was later, to serving it."""
     apply_seconds: float = 0.0
     idle_seconds: float = 0.0
     """Since the end of the previous sweep on this Mac."""

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from cli.report.curves import FIGURES
+from cli.report.pictures import pulls
 from cli.report.record import HostShare, RunRecord, Told
 from cli.report.summary import summarise
 from cli.report.write import metric_rows, page, said_of, write_report
@@ -122,6 +123,13 @@ def test_a_slow_publication_among_slow_ones_is_publishing() -> None:
     drawn = bars_of(record(steps=steps, versions=(version(1, latency_seconds=20.0), version(2, latency_seconds=45.0))))
     assert drawn["publishing"] == pytest.approx([20.0, 45.0])
     assert "paused or held up" not in drawn
+
+
+def test_the_way_of_a_version_to_a_mac_that_joined_later_is_drawn_where_it_was() -> None:
+    """Version 1 was named at 100; one Mac's sweep on it began at 104.75, after a way of 0.3 s, another's after one from the start."""
+    there = replace(sweep("mac-1", 3, 1), started_at=104.0, pull_latency_seconds=4.0)
+    run = record(sweeps=(there, sweep("mac-2", 1, 1)), versions=(version(1, published_at=100.0),))
+    assert pulls(run) == [("mac-1", 100.0, 4.0), ("mac-2", pytest.approx(104.45), 0.3)]
 
 
 def test_no_picture_is_cut_at_its_edge(folder: Path) -> None:

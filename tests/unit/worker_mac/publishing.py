@@ -67,7 +67,7 @@ class Publishing:
         }
         self.writer.acquire(TOKEN)
 
-    def publish(self, *, anchor: bool = False, steps_per_version: int = 4) -> str:
+    def publish(self, *, anchor: bool = False, steps_per_version: int = 4, seconds_ago: float = 0.0) -> str:
         """Publish the next version; returns its state_id. steps_per_version: 0 for a run whose steps are looked for."""
         version = self.writer.read()[0].version + 1
         if version:
@@ -84,7 +84,7 @@ class Publishing:
             manifest_key=prepared.manifest_key,
             manifest_sha256=prepared.manifest_sha256,
             step=version * steps_per_version,
-            published_at=time.time(),
+            published_at=time.time() - seconds_ago,
         )
         self.publisher.commit(prepared)
         return prepared.state_id

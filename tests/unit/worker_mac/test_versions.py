@@ -1,5 +1,6 @@
 """Weights brought in between sweeps: resumed before the rescan, shipped after it, and built anew in the same memory."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,18 @@ def test_update_is_served_at_once_and_its_verdict_comes_after(publishing: Publis
     assert (second.version, second.state_id) == (1, state_id)
     second.await_verdict()
     assert second.live.state.state_id() == state_id
+
+
+def test_a_mac_that_joins_counts_a_versions_way_from_its_first_look_and_the_next_from_its_publication(
+    publishing: Publishing, versions: Versions
+):
+    publishing.publish(seconds_ago=3600.0)
+    _, joined = versions.newest(versions.head(), 0)
+    assert joined.pull_seconds <= joined.latency_seconds < 600.0
+    publishing.publish()
+    time.sleep(0.3)
+    _, updated = versions.newest(versions.head(), 0)
+    assert 0.3 <= updated.latency_seconds < 600.0
 
 
 def test_room_for_weights_is_made_while_their_bytes_come(publishing: Publishing, versions: Versions):
