@@ -33,7 +33,7 @@ from stoa.weights.layout import Layout
 from worker_mac import selftest
 from worker_mac.checkpoint import bring_in, read_config
 from worker_mac.ending import leave
-from worker_mac.families import engine_config, engine_layout
+from worker_mac.families import engine_config, engine_layout, refuse_short_window
 from worker_mac.guest import Guest
 from worker_mac.identity import project_version
 from worker_mac.memory import SPARE_BYTES, Play, model_bytes
@@ -123,6 +123,7 @@ class Seat:
         config = read_config(folder)
         layout = engine_layout(config, task.dtype)
         self._environment: Environment = known.create(task.environment, task.settings, (folder / "tokenizer.json").read_bytes())
+        refuse_short_window(config, self._environment.limits.max_episode_tokens)
         means = make(layout, config, self._environment, scratch)
         self.state_id = bring_in(folder, means.live.state)
         means.check()

@@ -29,6 +29,8 @@ _DEFAULT_THETA: Final = {"qwen2": 1e6}
 _USUAL_THETA: Final = 1e4
 _TIED_UNLESS_SAID: Final = ("llama", "mistral", "olmoe", "qwen2")
 """As mlx_lm takes a config.json that does not say."""
+_WINDOW_IF_SAID: Final = ("qwen2", "qwen3", "qwen3_moe")
+_USUAL_FIRST_WINDOW: Final = 28
 _LLAMA3: Final[Mapping[str, object]] = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """What a config.json may leave out of Llama 3.1's way."""
 _PARTS: Final = (
@@ -123,6 +125,28 @@ def engine_layout(config: Mapping[str, object], raw_dtype: RawType) -> Layout:
             int8s |= {f"{block}.w1": (width, hidden), f"{block}.w3": (width, hidden), f"{block}.w2": (hidden, width)}
     specs = [TensorSpec(f"{name}.weight", shape, "int8", "uint8") for name, shape in int8s.items()]
     return make_layout([*specs, *(TensorSpec(f"{name}.weight", shape, "raw", raw_dtype) for name, shape in raws.items())], raw_dtype)
+
+
+def refuse_short_window(config: Mapping[str, object], longest_tokens: int) -> None:
+    """Raises CheckpointError if attention has a window that an episode may outgrow: within it, it is the whole attention of here.
+
+    That is a config.json without `layer_types`: a mistral's `sliding_window` holds for all layers, a qwen's, if it is in use, for
+    those from `max_window_layers` on.
+    """
+    family, num_layers = config.get("model_type"), config.get("num_hidden_layers")
+    if family not in ("mistral", *_WINDOW_IF_SAID) or config.get("sliding_window") is None or isinstance(config.get("layer_types"), list):
+        return
+    if family in _WINDOW_IF_SAID:
+        first = whole(config, "max_window_layers", least=0) if config.get("max_window_layers") is not None else _USUAL_FIRST_WINDOW
+        if not config.get("use_sliding_window") or not isinstance(num_layers, int) or num_layers <= first:
+            return
+    window = whole(config, "sliding_window", least=1)
+    if longest_tokens > window:
+        raise CheckpointError(
+            f"config.json: sliding_window is {window}, and an episode of this task may have {longest_tokens} tokens: "
+            "attention to the last ones alone is not computed here",
+            hint="lower max_episode_tokens of environment.settings, or examine it with another program",
+        )
 
 
 def hub_name(family: str, name: str) -> str:

@@ -172,6 +172,17 @@ def test_one_mac_alone_heeds_what_its_owner_lets_weights_and_pages_take(
     assert means.player._guest.allowed == MacHost(memory_fraction=fraction)
 
 
+def test_a_mistral_with_a_window_is_examined_only_where_no_episode_outgrows_it(store: Store, tmp_path: Path) -> None:
+    longest = registry.create("search", {}, (POLICY / "tokenizer.json").read_bytes()).limits.max_episode_tokens
+    config = STOCK["llama"] | {"model_type": "mistral", "sliding_window": longest}
+    short = random_checkpoint(tmp_path / "short", STOCK["llama"])
+    (short / "config.json").write_text(json.dumps(config | {"sliding_window": longest - 1}))
+    with pytest.raises(CheckpointError, match=rf"sliding_window is {longest - 1}, .* {longest} tokens"):
+        Seat(task(store, "short", "mac-a", 12, short), store, tmp_path)
+    (short / "config.json").write_text(json.dumps(config))
+    Seat(task(store, "long", "mac-a", 12, short), store, tmp_path)
+
+
 def test_exported_codes_are_taken_as_they_are(tmp_path: Path) -> None:
     config = json.loads((POLICY / "config.json").read_text())
     layout = layout_of(config, "float32")

@@ -17,7 +17,7 @@ from stoa.weights.state import WeightState
 from worker_mac.checkpoint import open_arrays, state_of
 from worker_mac.cluster.split import tensors_of
 from worker_mac.cluster.tensor import check_shares
-from worker_mac.families import engine_config, engine_layout, hub_name
+from worker_mac.families import engine_config, engine_layout, hub_name, refuse_short_window
 from worker_mac.forced import Forced
 from worker_mac.model import Model
 from worker_mac.weights import LiveWeights
@@ -168,3 +168,29 @@ def test_attention_that_cannot_be_dealt_out_is_refused(name: str) -> None:
 def test_what_is_not_computed_is_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         engine_config(STOCK["llama"] | changes)
+
+
+WINDOW = {"model_type": "mistral", "num_hidden_layers": 4, "sliding_window": 64}
+QWEN_WINDOW = WINDOW | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3}
+
+
+@pytest.mark.parametrize("config", [WINDOW, QWEN_WINDOW, WINDOW | {"layer_types": None}])
+def test_a_window_that_an_episode_may_outgrow_is_refused_by_its_field(config: dict[str, Any]) -> None:
+    refuse_short_window(config, 64)
+    with pytest.raises(CheckpointError, match=r"config\.json: sliding_window is 64, and an episode of this task may have 65 tokens"):
+        refuse_short_window(config, 65)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        WINDOW | {"sliding_window": None},
+        WINDOW | {"layer_types": ["full_attention"] * 4},
+        WINDOW | {"model_type": "llama"},
+        QWEN_WINDOW | {"use_sliding_window": False},
+        QWEN_WINDOW | {"max_window_layers": 4},
+        QWEN_WINDOW | {"max_window_layers": None},
+    ],
+)
+def test_a_window_that_no_layer_has_is_none(config: dict[str, Any]) -> None:
+    refuse_short_window(config, 100_000)
