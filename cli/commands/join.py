@@ -41,7 +41,8 @@ def join(
     """
     from cli.doctor.checks import fit_for_join
     from stoa.bucket.invite import PREFIX
-    from stoa.config.load import keep_environment, state_folder
+    from stoa.config.load import DEFAULT_CONFIG, keep_environment, state_folder
+    from stoa.contracts.errors import ConfigError
     from worker_mac.invited import enter, keep_invite
     from worker_mac.service import Service, worker_command
 
@@ -52,6 +53,8 @@ def join(
         say.talk(f"invited to run {invite.run} as {invite.host}; the token is kept in {folder}, for you alone")
     elif text:
         file = Path(text)
+        if not os.path.exists(file):  # also False for what is too long for a name: a token without its beginning
+            raise ConfigError(f"{file}: no such file", hint=f"a token begins with {PREFIX}; an example of a file is {DEFAULT_CONFIG}")
     entry = enter(file, folder)
     if hosts is not None:
         from cli.wired import join_wired

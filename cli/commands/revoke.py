@@ -26,7 +26,10 @@ def revoke(
     from stoa.contracts.errors import SignatureError, UsageError
 
     if bool(invite) == bool(host):
-        raise UsageError("name one: the id of an invitation, or --host NAME")
+        raise UsageError(
+            "name one: the id of an invitation, or --host NAME",
+            hint=f"`stoa invite` printed the id, like attic.0123abcd; `stoa fleet {run}` shows the names of Macs that came",
+        )
     settings = load_run(config, (f"run={run}",))
     store = open_store(settings)
     signer = Signer.from_seed(signing_seed())

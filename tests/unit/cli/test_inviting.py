@@ -154,6 +154,7 @@ def test_revoke_takes_an_invitation_or_a_host_once(owner: dict[str, str]) -> Non
     assert (again.returncode, "choose another --host" in again.stderr) == (2, True)
     for wrong in ((), ("attic.0123abcd", "--host", "attic"), ("Not/A/Name",)):
         assert stoa("revoke", "friends", *wrong, **owner).returncode == 2
+    assert "`stoa fleet friends` shows the names" in stoa("revoke", "friends", **owner).stderr
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90m", 5400.0), ("12h", 43_200.0), ("7d", 604_800.0), ("1.5d", 129_600.0)])
@@ -235,6 +236,12 @@ def test_join_tells_what_is_wrong_with_a_token_and_begins_nothing(token: str, wo
         assert token not in done.stderr
         assert "hint: " in done.stderr
     assert not (tmp_path / "mac" / "invite").exists()
+
+
+def test_join_with_neither_a_token_nor_a_file_says_how_tokens_begin(tmp_path: Path) -> None:
+    done = stoa("join", "xyz", "--state", str(tmp_path / "mac"))
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: xyz: no such file")
+    assert "hint: a token begins with stoa1.; an example of a file is " in done.stderr
 
 
 def test_a_damaged_invitation_on_disk_is_told(tmp_path: Path) -> None:
