@@ -57,6 +57,11 @@ CONTROL_SILENT: Final = "its control process does not answer"
 MOST_ASKED: Final = 64
 """Sessions asked at a time: each answer has to come from one control process."""
 _HOW_TO_START: Final = "start one with `stoa services` or `temporal server start-dev`, or set STOA_TEMPORAL_ADDRESS"
+_OF_AN_ENDED_RUN: Final = {
+    **dict.fromkeys((names.STOP, names.DRAIN, names.PAUSE), "there is nothing left to do; `stoa status RUN` tells how it ended"),
+    names.EVALUATE: "examine its newest weights here: `stoa export RUN DIR`, then `stoa eval DIR`",
+}
+"""What is left to do for who asked too late, where it is not to go on with the run."""
 _RUN: Final = SearchAttributeKey.for_keyword("RlRun")
 ResultT = TypeVar("ResultT")
 
@@ -309,9 +314,8 @@ class Control:
             raise UsageError(f"run {run}: {word} was refused: {innermost(failure)}") from None
         except RPCError as problem:
             if problem.status == RPCStatusCode.NOT_FOUND and "already completed" in problem.message:
-                raise UsageError(
-                    f"run {run}: {word} was refused: the run has ended", hint="go on with it: `stoa run CONFIG --resume`"
-                ) from None
+                hint = _OF_AN_ENDED_RUN.get(update, "go on with it: `stoa run CONFIG --resume`").replace("RUN", run)
+                raise UsageError(f"run {run}: {word} was refused: the run has ended", hint=hint) from None
             raise
 
     def _call(self, work: Coroutine[Any, Any, ResultT], run: str) -> ResultT:

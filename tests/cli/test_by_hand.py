@@ -106,6 +106,9 @@ def test_workers_that_came_first_work_once_a_run_is_there_and_a_stopped_run_goes
 
         late = stoa(env, "stop", "demo")
         assert late.returncode == 2 and "stop was refused: the run has ended" in late.stderr
+        assert "hint: there is nothing left to do; `stoa status demo` tells how it ended" in late.stderr
+        late = stoa(env, "eval", "demo", "--version", "-1")
+        assert late.returncode == 2 and "`stoa export demo DIR`, then `stoa eval DIR`" in late.stderr
 
         kept = {exam["evaluation"]: exam for exam in json.loads(stoa(env, "eval", "demo", "--json").stdout)}
         assert {"v0-first", "mine"} <= kept.keys()
