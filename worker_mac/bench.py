@@ -168,7 +168,8 @@ def measure(player: Player, served: Served, num_groups: int, group_size: int, pa
     if not took:
         late = f"{num_groups} groups have not read their prompts after {patience.prompt_seconds:.0f} s"
         full = f"{num_groups} groups do not fit this Mac's memory at once"
-        raise UsageError(late if is_late() else full, hint="name fewer with --groups")
+        # What has no room is late, too: its episodes are played one after another.
+        raise UsageError(late if is_late() and player.holds(castings) else full, hint="name fewer with --groups")
     step_seconds = float(np.median(took[NUM_WARM:] or took))
     return num_rows / step_seconds, step_seconds
 

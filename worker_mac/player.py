@@ -166,12 +166,20 @@ class Player:
         """True if these are groups of one question each, as lessons are learned from."""
         return len({casting.question_id for casting in castings}) < len(castings)
 
-    def _plan(self, castings: Sequence[Casting]) -> MemoryPlan:
+    def holds(self, castings: Sequence[Casting]) -> bool:
+        """True if memory has room for all of these at once."""
+        groups, play, plan = self._planned(castings)
+        return plan.groups == groups and plan.num_pages > groups * play.group_pages
+
+    def _planned(self, castings: Sequence[Casting]) -> tuple[int, Play, MemoryPlan]:
+        """Groups that are to be played at once, the size of one, and what memory has room for."""
         groups = max(1, round(-(-len(castings) // self._rollout.group_size) * self._guest.decision.share))
-        question = castings[0].question_id if self._shared(castings) else ""
-        plan = plan_memory(
-            self._model, self._play_of(question), most_groups=groups, memory_bytes=self._memory_bytes(), step_tokens=MOST_TOKENS
-        )
+        play = self._play_of(castings[0].question_id if self._shared(castings) else "")
+        plan = plan_memory(self._model, play, most_groups=groups, memory_bytes=self._memory_bytes(), step_tokens=MOST_TOKENS)
+        return groups, play, plan
+
+    def _plan(self, castings: Sequence[Casting]) -> MemoryPlan:
+        groups, _, plan = self._planned(castings)
         if plan.groups < groups:
             _log.info("sweep_narrowed", groups=plan.groups, wanted=groups, memory_bytes=self._memory_bytes(), pages=plan.num_pages)
         return plan

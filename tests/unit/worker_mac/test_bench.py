@@ -100,6 +100,11 @@ def test_a_width_that_memory_does_not_hold_is_told(tmp_path: Path) -> None:
     assert measure(player, served, 1, 4)[0] > 0
     with pytest.raises(UsageError, match="4 groups do not fit"):
         measure(player, served, 4, 4)
+    # Also where it took longer than prompts may.
+    with pytest.raises(UsageError, match="4 groups do not fit"):
+        measure(player, served, 4, 4, Patience(prompt_seconds=0.0))
+    with pytest.raises(UsageError, match="1 groups have not read their prompts"):
+        measure(player, served, 1, 4, Patience(prompt_seconds=0.0))
     mx.set_memory_limit(1 << 40)
 
 
