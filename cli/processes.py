@@ -163,6 +163,15 @@ class Household:
         new.replace(self._folder / FILE_NAME)
 
 
+def listed_in(path: Path) -> tuple[Identity, list[Identity]]:
+    """The command that wrote the file, and what it started. Raises FormatError."""
+    try:
+        owner, *children = [Identity(**entry) for entry in json.loads(path.read_text("utf-8"))]
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"{path}: not a list of processes ({error})", hint="end them by hand and remove the file") from None
+    return owner, children
+
+
 def end_leftovers(folder: Path) -> tuple[str, ...]:
     """End what a command that died left running in `folder`; returns their names.
 
@@ -171,10 +180,7 @@ def end_leftovers(folder: Path) -> tuple[str, ...]:
     path = folder / FILE_NAME
     if not path.is_file():
         return ()
-    try:
-        owner, *children = [Identity(**entry) for entry in json.loads(path.read_text("utf-8"))]
-    except (ValueError, TypeError) as error:
-        raise FormatError(f"{path}: not a list of processes ({error})", hint="end them by hand and remove the file") from None
+    owner, children = listed_in(path)
     if owner.alive:
         raise UsageError(f"{folder}: in use by process {owner.pid}", hint="stop it, or choose another folder")
     left = [child for child in children if child.alive]

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from cli.processes import Child, Household
+import psutil
+
+from cli.processes import FILE_NAME, Child, Household, Identity, listed_in
 from cli.temporal import check_namespace
 from stoa.bucket.keys import MAC_READS
 from stoa.bucket.store import Store
@@ -35,6 +37,8 @@ _FREE_PORTS: Final = range(11_000, 22_000)
 _ATTEMPTS: Final = 3
 _HOST: Final = "127.0.0.1"
 _PROBE_KEY: Final = "probe"
+_SHOWN: Final = (("temporal", "Temporal ", "--port"), ("temporal", "page http://", "--ui-port"), ("weed", "bucket http://", "-s3.port"))
+"""Of each server, what people call an address and the flag that says its port."""
 
 
 class Ports(NamedTuple):
@@ -56,6 +60,31 @@ def of_demo(folder: Path) -> tuple[Ports, str]:
     settings = load_run(config, environ={})
     temporal, bucket = urlsplit(f"//{settings.temporal.address}").port, urlsplit(settings.bucket.endpoint).port
     return Ports(temporal or 0, 0, bucket or 0), settings.run
+
+
+def refuse_running(folder: Path) -> None:
+    """Raise UsageError, with where they listen, if the servers of `folder` run already. Raises FormatError."""
+    path = folder / FILE_NAME
+    if not path.is_file():
+        return
+    owner, children = listed_in(path)
+    commands = {child.name: _command_of(child) for child in children if child.alive}
+    found = [
+        f"{what}{_HOST}:{words[words.index(flag) + 1]}" for name, what, flag in _SHOWN if flag in (words := commands.get(name, []))[:-1]
+    ]
+    if owner.alive and found:
+        raise UsageError(
+            f"{folder}: it runs already, in use by process {owner.pid}: {', '.join(found)}",
+            hint="use these, or stop that process, or choose another folder",
+        )
+
+
+def _command_of(child: Identity) -> list[str]:
+    """Its words, `--flag=value` as two."""
+    try:
+        return [part for word in psutil.Process(child.pid).cmdline() for part in word.split("=", 1)]
+    except psutil.Error:
+        return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def services(
         Port of the bucket, 8333 when left out; 0 picks a free one.
     """
     from cli.processes import Household, end_leftovers
-    from cli.services import BUCKET_PORT, TEMPORAL_PORT, UI_PORT, Ports, of_demo, start_services
+    from cli.services import BUCKET_PORT, TEMPORAL_PORT, UI_PORT, Ports, of_demo, refuse_running, start_services
     from stoa.config.load import bucket_credentials, state_base
     from stoa.config.run import Bucket
     from stoa.contracts.errors import ServiceUnavailableError, UsageError
@@ -46,6 +46,7 @@ def services(
     ports = Ports(*(port if port is not None else other for port, other in zip(asked, usual, strict=True)))
     house_folder = demo if demo is not None else folder if folder is not None else state_base() / "services"
     data = house_folder / "state" if demo is not None else house_folder
+    refuse_running(house_folder)
     for name in end_leftovers(house_folder):
         say.talk(f"ended {name}, left over from a start that was killed")
     credentials = bucket_credentials(Bucket(endpoint="http://127.0.0.1:8333"))

@@ -82,10 +82,12 @@ def test_second_start_on_the_same_ports_is_a_typed_error(services: Server) -> No
     assert "--temporal-port" in done.stderr
 
 
-def test_folder_of_running_services_is_refused(services: Server) -> None:
+def test_folder_of_running_services_is_refused_with_where_they_are(services: Server) -> None:
     done = stoa("services", "--dir", str(services.folder), "--temporal-port", "0", "--ui-port", "0", "--bucket-port", "0", env=services.env)
     assert done.returncode == 2
-    assert "in use by process" in done.stderr
+    temporal, bucket = services.env["STOA_TEMPORAL_ADDRESS"], services.env["STOA_BUCKET_ENDPOINT"]
+    assert "it runs already, in use by process" in done.stderr
+    assert f": Temporal {temporal}, page {services.ui_url}, bucket {bucket}\n" in done.stderr
 
 
 @pytest.mark.parametrize(
