@@ -157,6 +157,7 @@ def _seat(
         write_task(task, path)
         command = [sys.executable, "-m", "worker_mac.exam", str(path)]
         if asked.hosts is not None:
+            say.talk("starting them; what each will hold is told once they have found one another")
             words = (str(asked.hosts.resolve()), str(path.resolve()), "--folder", str(scratch.resolve()))
             command = [sys.executable, "-m", "worker_mac.cluster.sitting", *words]
         # What a process that is ended by force leaves behind goes with the folder.

@@ -26,9 +26,11 @@ def make_ready(hosts_file: Path, config: RunConfig, *, look: bool) -> None:
     """
     hosts, split = read_hosts(hosts_file), read_split(hosts_file)
     say.talk(f"{len(hosts)} Macs as one player: each computes {'a share of every layer' if split == 'tensor' else 'some of the layers'}")
+    say.talk("asking each of them which program it has")
     install_everywhere(SshProbe(), hosts, say.talk)
     if not look:
         return
+    say.talk("looking whether they are fit for the model")
     found = wired.examine_hosts(hosts_file, Scene("mac", config, state_base() / "mac", None))
     checks.tell([one for one in found if one.verdict != "pass"], Console(file=sys.stderr, highlight=False, soft_wrap=True))
     if any(one.verdict == "fail" for one in found):

@@ -1,15 +1,18 @@
 """`stoa eval` shows what a run's bucket holds, keeps results in files, and compares two of them."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from cli.evaluation import asked, shown
-from cli.evaluation.standalone import Asked, examine
+from cli.evaluation.standalone import Asked, _seat, examine
+from cli.evaluation.wired import make_ready
+from cli.processes import Household
 from stoa.bucket.evals import Mark, Summary
 from stoa.config.run import RunConfig
 from stoa.contracts.errors import CheckpointError, FormatError, UsageError, WiredError
@@ -109,3 +112,32 @@ def test_wired_macs_are_looked_at_for_the_checkpoint_that_was_found(tmp_path: Pa
     with pytest.raises(WiredError, match="seen"):
         examine(Asked("environments/search/policy", 4, 1, 0, 1, None, (), hosts=tmp_path / "hosts.json"))
     assert looked == [str(POLICY)]
+
+
+def test_each_thing_that_is_done_with_wired_macs_is_said_before_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def install(probe: object, hosts: Sequence[object], say: Callable[[str], None]) -> None:
+        told.append(capsys.readouterr().err.splitlines()[-1])
+
+    def look(hosts: Path, scene: object) -> list[object]:
+        told.append(capsys.readouterr().err.splitlines()[-1])
+        return []
+
+    def start(name: str, command: list[str], *, env: dict[str, str], log: Path) -> str:
+        told.append(capsys.readouterr().err.splitlines()[-1])
+        return name
+
+    monkeypatch.setattr("cli.evaluation.wired.install_everywhere", install)
+    monkeypatch.setattr("cli.evaluation.wired.wired.examine_hosts", look)
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([{"ssh": "127.0.0.1"}, {"ssh": "127.0.0.1"}]))
+    config = RunConfig(run="exam", model=str(POLICY))
+    make_ready(hosts, config, look=True)
+    wanted = Asked(str(POLICY), 4, 1, 0, 1, None, (), hosts=hosts)
+    _seat(cast("Household", SimpleNamespace(start=start)), tmp_path, config, config.bucket, wanted, "any", POLICY, ["q"])
+    assert [line.split(";")[0] for line in told] == [
+        "asking each of them which program it has", "looking whether they are fit for the model", "starting them",
+    ]  # fmt: skip
