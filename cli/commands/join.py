@@ -41,8 +41,7 @@ def join(
     """
     from cli.doctor.checks import fit_for_join
     from stoa.bucket.invite import PREFIX
-    from stoa.config.load import DEFAULT_CONFIG, keep_environment, state_folder
-    from stoa.contracts.errors import ConfigError
+    from stoa.config.load import keep_environment, state_folder
     from worker_mac.invited import enter, keep_invite
     from worker_mac.service import Service, worker_command
 
@@ -52,9 +51,7 @@ def join(
         invite = keep_invite(folder, text)
         say.talk(f"invited to run {invite.run} as {invite.host}; the token is kept in {folder}, for you alone")
     elif text:
-        file = Path(text)
-        if not os.path.exists(file):  # also False for what is too long for a name: a token without its beginning
-            raise ConfigError(f"{file}: no such file", hint=f"a token begins with {PREFIX}; an example of a file is {DEFAULT_CONFIG}")
+        file = _file_of(text)
     entry = enter(file, folder)
     if hosts is not None:
         from cli.wired import join_wired
@@ -71,3 +68,14 @@ def join(
     Service(Path.home() / "Library" / "LaunchAgents", folder).install(file)
     say.talk(f"this Mac works for the run at each log-in; its log is {folder / 'worker.log'}, `stoa leave` ends it")
     return Exit.DONE
+
+
+def _file_of(text: str) -> Path:
+    """The configuration that was named. Raises ConfigError if it is none: a token may have been meant."""
+    from stoa.bucket.invite import PREFIX
+    from stoa.config.load import DEFAULT_CONFIG
+    from stoa.contracts.errors import ConfigError
+
+    if not os.path.exists(text):  # also False for what is too long for a name: a token without its beginning
+        raise ConfigError(f"{text}: no such file", hint=f"a token begins with {PREFIX}; an example of a file is {DEFAULT_CONFIG}")
+    return Path(text)
