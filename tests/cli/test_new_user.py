@@ -21,6 +21,7 @@ def test_the_commands_of_the_documents_work_in_their_order(tmp_path: Path) -> No
         desk.close()
     assert set(commands(TOUR)) < set(desk.seconds) <= {line for document in (TOUR, *BESIDE) for line in commands(document)}
     assert any(line.startswith("stoa setup mine.toml") for line in desk.seconds)
+    assert (tmp_path / "token.txt").stat().st_mode & 0o777 == 0o600
     found = outcome(tmp_path)
     assert found["audit_clean"] and found["steps"] >= 4
     assert found["export_bytes"] > 300_000 and found["snapshot_bytes"] > 10_000 and found["report_bytes"] > 10_000

@@ -37,6 +37,14 @@ def test_what_a_test_runs_stands_in_console_blocks_and_nothing_else_does() -> No
     assert wrong == []
 
 
+def test_what_the_tour_writes_into_a_checkout_is_ignored_by_git() -> None:
+    text = "\n".join(one.text for one in all_commands() if one.document == "docs/start/one-machine.md" and one.block == "console")
+    written = set(re.findall(r"(?:> |--(?:state|out|snapshot) |--to mlx )([\w.]+)", text))
+    assert {"token.txt", "exported"} < written
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").splitlines()}
+    assert written <= ignored
+
+
 def test_no_rule_is_left_over() -> None:
     used = {rule_of(one) for one in all_commands()}
     assert [rule for rule in RULES if rule not in used] == []
