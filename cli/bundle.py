@@ -4,9 +4,10 @@ Every part is optional: one that cannot be had is named in `missing.txt`, with w
 """
 
 import json
+import re
 import time
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +35,8 @@ MOST_LOGS: Final = 50
 """The newest ones."""
 EVENTS: Final = ("events.log", "control-events.log")
 """What a worker keeps in its state folder, whoever started it."""
+_OURS: Final = re.compile(r"((control-)?events(\.before)?|temporal|bucket|trainer|mac-\d+|worker)\.log")
+"""Names of the logs that this program writes: whose else may lie beside a configuration is not known."""
 NO_EVENTS: Final = "logs of a trainer or a Mac: none lies here; name the folder that it was started with as --state by --logs"
 
 
@@ -46,10 +49,10 @@ class Bundled:
     missing: tuple[str, ...]
 
 
-def write_bundle(path: Path, config: RunConfig, run: str, log_folders: Iterable[Path]) -> Bundled:
-    """Write the zip file. `run`: "" for none. Raises OSError if it cannot be written."""
+def write_bundle(path: Path, config: RunConfig, run: str, log_folders: Sequence[Path], guessed: Sequence[Path] = ()) -> Bundled:
+    """Write the zip file. `run`: "" for none; `guessed`: folders as `logs_in` has them. Raises OSError if it cannot be written."""
     folders = (state_base(), *log_folders)
-    clean = Redactor(known_secrets(folders)).clean
+    clean = Redactor(known_secrets((*folders, *guessed))).clean
     home = str(Path.home())
     makers: list[tuple[str, Callable[[], str]]] = [
         ("versions.json", versions),
@@ -63,7 +66,7 @@ def write_bundle(path: Path, config: RunConfig, run: str, log_folders: Iterable[
             ("run/status.json", lambda: _status(config, run)),
             ("run/metrics.jsonl", lambda: _metrics(config, run)),
         ]
-    logs = _named_once(logs_in(folders))
+    logs = _named_once(logs_in(folders, guessed))
     makers += [(f"logs/{name}", lambda log=log: tail(log)) for name, log in logs]
     parts: list[str] = []
     missing = [] if any(log.name in EVENTS for _, log in logs) else [NO_EVENTS]
@@ -99,13 +102,15 @@ def beside(config: Path | None) -> tuple[Path, ...]:
     return () if config is None else tuple(folder for name in ("logs", "state") if (folder := config.resolve().parent / name).is_dir())
 
 
-def logs_in(folders: Iterable[Path]) -> list[tuple[str, Path]]:
-    """Name in the bundle and path of the newest logs beneath some folders, each once."""
+def logs_in(folders: Sequence[Path], guessed: Sequence[Path] = ()) -> list[tuple[str, Path]]:
+    """Name in the bundle and path of the newest logs beneath some folders, each once; of `guessed`, which nobody named, only our own."""
     found: dict[Path, str] = {}
-    for folder in folders:
+    for folder in (*folders, *guessed):
         for log in sorted(folder.rglob("*.log")) if folder.is_dir() else ():
             # Databases keep journals of that ending too, under numbers.
-            if log.is_file() and not log.is_symlink() and not log.stem.isdecimal():
+            if log.is_symlink() or not log.is_file() or log.stem.isdecimal():
+                continue
+            if folder in folders or _OURS.fullmatch(log.name):
                 found.setdefault(log.resolve(), f"{folder.resolve().name}/{log.relative_to(folder)}")
     newest = sorted(found, key=lambda log: (-log.stat().st_mtime, str(log)))[:MOST_LOGS]
     return sorted((found[log], log) for log in newest)

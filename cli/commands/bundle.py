@@ -32,7 +32,7 @@ def bundle(
             raise UsageError(f"--logs {folder}: not a folder", hint="logs of a demo lie in runs/demo-N/logs")
     settings = load_run(config, (f"run={run}",) if run else ())
     path = out if out is not None else Path(f"stoa-bundle-{time.strftime('%Y%m%d-%H%M%S')}.zip")
-    done = write_bundle(path, settings, run, (*beside(config), *logs))
+    done = write_bundle(path, settings, run, logs, beside(config))
     if as_json:
         say.data(json.dumps(asdict(done), indent=2))
         return

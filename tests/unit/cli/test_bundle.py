@@ -109,12 +109,31 @@ def test_bundle_of_a_demo_has_the_logs_beside_its_configuration(state: Path, tmp
     assert [folder.name for folder in beside(demo / "config.json")] == ["logs", "state"]
     assert beside(None) == () == beside(demo / "logs" / "run.toml")
     config = RunConfig(run="tale", bucket=Bucket(endpoint="http://127.0.0.1:9"), temporal=Temporal(address="127.0.0.1:9"))
-    done = write_bundle(tmp_path / "b.zip", config, "", beside(demo / "config.json"))
+    done = write_bundle(tmp_path / "b.zip", config, "", (), beside(demo / "config.json"))
     assert done.missing == ()
     with zipfile.ZipFile(done.path) as file:
         told = sorted(file.read(name).decode().strip() for name in done.parts if name.startswith("logs/"))
     # Both folders of state are called so: neither log of one name is lost.
     assert told == ["logs/trainer.log", "of another run", "state/trainer/control-events.log", "state/trainer/events.log"]
+
+
+def test_other_peoples_logs_beside_a_configuration_are_left_alone_unless_named(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    ours = [
+        "bucket.log",
+        "control-events.before.log",
+        "events.before.log",
+        "events.log",
+        "mac-12.log",
+        "temporal.log",
+        "trainer.log",
+        "worker.log",
+    ]
+    for name in (*ours, "access.log", "diary.log", "mac-notes.log", "my-trainer.log"):
+        (logs / name).write_text("x\n")
+    assert [log.name for _, log in logs_in((), (logs,))] == ours
+    assert len(logs_in((logs,), (logs,))) == len(ours) + 4
 
 
 def test_of_a_long_log_its_end_is_told_from_the_beginning_of_a_line(state: Path, tmp_path: Path) -> None:
