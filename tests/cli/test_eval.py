@@ -78,7 +78,7 @@ def test_what_a_lost_wired_set_answered_is_kept_and_one_mac_plays_the_rest(store
     _, told = wired.communicate(timeout=60)
     assert wired.returncode == 1
     assert "error: the wired set is lost: " in told and "the same command goes on with the parts that are not answered" in told
-    assert "memory: Mac 1, layers " in told
+    assert "memory: Mac 1, layer" in told
     kept = {found.key: found.modified_at for found in store.list(keys.exam_answers_prefix(name))}
     assert 0 < len(kept) < 8
     began = time.monotonic()
