@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import structlog
 
 ROOT = Path(__file__).parents[1]
 WHOLE_RUNS, WAITING_RUNS = "whole runs", "whole runs that mostly wait"
@@ -81,6 +82,15 @@ def _rank(nodeid: str) -> tuple[int, int]:
     if share in (WHOLE_RUNS, WAITING_RUNS):
         return int(share == WAITING_RUNS), 0
     return (2, LONGEST.index(share)) if share in LONGEST else (4 - _is_long(nodeid), 0)
+
+
+@pytest.fixture(autouse=True)
+def _log_level_of_its_own() -> Iterator[None]:
+    """A test that calls a program's main in this process leaves what is logged as it found it."""
+    before = structlog.get_config()
+    processors = list(before["processors"])
+    yield
+    structlog.configure(processors=processors, wrapper_class=before["wrapper_class"])
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ def left_behind(out: Path) -> list[str]:
     found: list[str] = []
     for process in psutil.process_iter(["cmdline", "pid"]):
         line = " ".join(process.info["cmdline"] or [])
-        if str(out) in line and process.info["pid"] != os.getpid() and "pytest" not in line:
+        if str(out) in line and process.info["pid"] != os.getpid():
             found.append(line)
     return found
 

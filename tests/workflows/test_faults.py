@@ -146,6 +146,7 @@ async def test_run_outlives_its_parts_and_no_group_counts_twice(client: Client, 
     await handle.execute_update(names.PAUSE, Ask("test"), result_type=RunStatus)
     await until(handle, lambda _: folder.read_head()["state"] == "paused")
     await until(handle, lambda status: "paused" in status.waiting_for)
+    await asyncio.sleep(1.5)  # the step that was being made is told
     held = (await handle.query(names.STATUS_QUERY, result_type=RunStatus)).step
     await asyncio.sleep(1.5)
     assert (await handle.query(names.STATUS_QUERY, result_type=RunStatus)).step == held

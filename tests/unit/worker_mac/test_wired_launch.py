@@ -221,7 +221,7 @@ def test_launchd_starts_the_set_and_what_fails_three_times_is_parked(tmp_path: P
     assert told["RunAtLoad"] is True and told["KeepAlive"] == {"SuccessfulExit": False}
     # There is no hosts.json: as launchd starts it again and again.
     assert [agent.main(told["ProgramArguments"][3:]) for _ in range(4)] == [1, 1, 0, 0]
-    assert "cannot be read" in service.status().parked
+    assert "no such file" in service.status().parked
     service.install(command=asked.command())
     assert service.status().parked == ""
 
