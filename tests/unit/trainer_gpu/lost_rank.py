@@ -8,10 +8,13 @@ import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
+from stoa.bucket.head import read_head
 from stoa.bucket.manifest import Signer
 from stoa.bucket.run_document import read_run
 from stoa.bucket.store import Store
@@ -29,13 +32,17 @@ NUM_STEPS = 3
 
 
 class Planter:
-    """A `Progress` that plants a fault when the first row of a step is done, before the ranks have met."""
+    """A `Progress` that plants a fault when the first row of a step is done, before the ranks have met.
+
+    HEAD names the step before by then: its checkpoint goes out beside this one, and a fault that overtakes it costs both.
+    """
 
     cancelled = False
     stopping = False
 
-    def __init__(self, out: Path, pids: list[int]) -> None:
+    def __init__(self, out: Path, pids: list[int], named_step: Callable[[], int]) -> None:
         self._out = out
+        self._named_step = named_step
         self._pids = pids
 
     def report(self, detail: str, **_facts: object) -> None:
@@ -44,6 +51,9 @@ class Planter:
         if row and fault.exists():
             victim, number = fault.read_text().split()
             fault.unlink()
+            deadline = time.monotonic() + 60.0
+            while self._named_step() < int(step) - 1 and time.monotonic() < deadline:
+                time.sleep(0.05)
             os.kill(self._pids[int(victim)], int(number))
 
 
@@ -53,7 +63,7 @@ def lead(settings: Bucket, out: Path, line: crew.Line, pids: list[int]) -> None:
     store = Store(settings, bucket_credentials(settings), patience_seconds=20.0)
     handle = RunHandle(store, read_run(store, "test"), Signer.from_seed(signing_seed()), search(), POLICY, "ranks", word_seconds=0.0)
     engine = TrainerEngine(handle, lead=leader.lead)
-    progress = Planter(out, pids)
+    progress = Planter(out, pids, lambda: read_head(store, "test", handle.signer.public_key)[0].step)
     acquired = engine.acquire(AcquireRequest("test", 1), 1, progress)
     with (out / "starts").open("a") as starts:
         starts.write(f"{acquired.step}\n")
