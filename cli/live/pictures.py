@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from cli.report.record import RunRecord, SweepBar
-from cli.report.summary import publish_times
 from cli.say import bytes_text, time_text
 
 _SIDE = 36
@@ -25,10 +24,8 @@ def timeline_lines(record: RunRecord, sweeps: Sequence[SweepBar], bounds: tuple[
     for row in record.steps:
         _paint(trainer, ".", row.started_at - row.wait_seconds, row.started_at, bounds)
         _paint(trainer, "=", row.started_at, row.started_at + row.train_seconds, bounds)
-    published = publish_times(record)
     for version in record.versions:
-        seconds, _ = published.get(version.version, (0.0, 0.0))
-        _paint(publishing, "P", version.published_at - seconds, version.published_at, bounds)
+        _paint(publishing, "P", version.published_at - version.publish_seconds, version.published_at, bounds)
     lines = [f"{'trainer':{left}}{''.join(trainer)}", f"{'publishing':{left}}{''.join(publishing)}"]
     for host in hosts:
         cells = [" "] * num

@@ -380,4 +380,5 @@ def _version_row(link: _Link, done_at: Mapping[tuple[int, int], float], latencie
         anchor_version=manifest.anchor.version,
         changed_fraction=manifest.stats.changed_fraction,
         latency_seconds=0.0 if repeated else latencies.get(manifest.version, manifest.created_at - done),
+        work_seconds=sum(manifest.stats.seconds.values()),
     )

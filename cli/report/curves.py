@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter
 from cli.report.cost import cost_curve
 from cli.report.drawing import SERIES, Drawn, as_bytes, legend, whole_numbers
 from cli.report.record import RunRecord
-from cli.report.summary import publish_times, wilson_95
+from cli.report.summary import wilson_95
 
 _SMOOTH_STEPS: Final = 8
 _SHARES: Final = {
@@ -92,16 +92,16 @@ def _bytes(record: RunRecord, axes: Axes) -> None:
 
 def _trainer_time(record: RunRecord, axes: Axes) -> None:
     versions = sorted({row.version for row in record.steps})
-    published = publish_times(record)
+    published = {row.version: (row.publish_seconds, row.held_seconds) for row in record.versions}
     spent = (
         (SERIES[0], "optimizer steps", [sum(r.train_seconds for r in record.steps if r.version == v) for v in versions]),
         (SERIES[2], "publishing", [published.get(v + 1, (0.0, 0.0))[0] for v in versions]),
         (SERIES[1], "waiting for groups", [sum(r.wait_seconds for r in record.steps if r.version == v) for v in versions]),
-        (SERIES[3], "paused or held up", [published.get(v + 1, (0.0, 0.0))[1] for v in versions]),
+        (SERIES[3], "held up", [published.get(v + 1, (0.0, 0.0))[1] for v in versions]),
     )
     bottom = np.zeros(len(versions))
     for colour, label, seconds in spent:
-        if label != "paused or held up" or any(seconds):
+        if label != "held up" or any(seconds):
             axes.bar(versions, seconds, bottom=bottom, color=colour, width=0.8, label=label)
             bottom += np.array(seconds)
     axes.set(xlabel="version the steps began from", ylabel="seconds", ylim=(0, None))
@@ -280,8 +280,8 @@ FIGURES: Final = (
         "trainer_time",
         "fleet",
         "The trainer's time",
-        "Of each version: its optimizer steps, publishing the version after it, and waits for groups. What makes one far slower than "
-        "the run's median is drawn apart: a pause, an outage, a wait at the run's end, or an anchor that had to be there first.",
+        "Of each version: its optimizer steps, publishing the version after it, and waits for groups. Held up is what else lay between "
+        "the last step and HEAD naming the version: a pause, an outage, the wait for HEAD's turn or for an anchor.",
         lambda record: bool(record.steps),
         _trainer_time,
     ),

@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from cli.report.drawing import INK, PAPER, SERIES, Drawn, legend
 from cli.report.look import interval_bounds
 from cli.report.record import RunRecord, SweepBar
-from cli.report.summary import publish_times
 from cli.say import bytes_text
 from stoa.contracts.fleet_messages import SessionStatus
 
@@ -27,9 +26,8 @@ def _timeline(record: RunRecord, axes: Axes) -> None:
     for row in record.steps:
         bars.append((top + 1, row.started_at - row.wait_seconds, row.wait_seconds, WAIT, "wait for groups"))
         bars.append((top + 1, row.started_at, row.train_seconds, STEPS, "optimizer step"))
-    published = publish_times(record)
     for version in record.versions:
-        seconds, _ = published.get(version.version, (0.0, 0.0))
+        seconds = version.publish_seconds
         bars.append((top, version.published_at - seconds, seconds, PUBLISH, "publish, pull and apply"))
     for sweep in record.sweeps:
         if sweep.host in lane and sweep.started_at:

@@ -78,6 +78,18 @@ class VersionRow:
     changed_fraction: float
     latency_seconds: float
     """From the end of the last optimizer step to the manifest; 0 if that is not known."""
+    work_seconds: float = 0.0
+    """That scanning, encoding and uploading took, as the manifest says."""
+
+    @property
+    def publish_seconds(self) -> float:
+        """Of the latency, what was publishing."""
+        return min(self.work_seconds, self.latency_seconds)
+
+    @property
+    def held_seconds(self) -> float:
+        """The rest of the latency: a pause, an outage, a wait for HEAD's turn or for an anchor that had to be there first."""
+        return self.latency_seconds - self.publish_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import median, median_low
+from statistics import median
 from typing import Final
 
 from cli.audit import Audit, audit
@@ -19,9 +19,6 @@ from stoa.contracts.fleet_messages import SessionStatus
 
 STEADY_FROM_VERSION: Final = 2
 """Idle shares are measured from the steps on this version on: before it processes start and the first groups arrive."""
-_HELD_UP_TIMES: Final = 4.0
-_HELD_UP_SECONDS: Final = 2.0
-"""A latency so many times the usual one, and so much more, is not publishing alone."""
 _WAITS: Final = {
     "room": "room within the staleness bound",
     "turn": "their turn among the Macs",
@@ -256,18 +253,6 @@ def trainer_idle_fraction(steps: Sequence[StepRow]) -> float:
     waits = sum(row.wait_seconds for row in steady)
     busy = sum(row.train_seconds for row in steady)
     return waits / (waits + busy) if waits + busy else 0.0
-
-
-def publish_times(record: RunRecord) -> dict[int, tuple[float, float]]:
-    """Version -> seconds that its publishing took, and seconds that it was held up before.
-
-    A latency counts from the version's last step, so that a pause lies in it, and at a run's end a wait that no step followed
-    and the upload of the last anchor. What is far beyond the run's own median, of an even number the lower, is told apart.
-    """
-    latencies = {row.version: row.latency_seconds for row in record.versions if row.latency_seconds > 0}
-    usual = median_low(latencies.values()) if latencies else 0.0
-    most = max(_HELD_UP_TIMES * usual, usual + _HELD_UP_SECONDS)
-    return {version: (seconds, 0.0) if seconds <= most else (usual, seconds - usual) for version, seconds in latencies.items()}
 
 
 def mac_idle_fraction(sessions: Sequence[SessionStatus], early: Sequence[SessionStatus] = ()) -> float:

@@ -48,6 +48,7 @@ def version(number: int, **changes: object) -> VersionRow:
         "anchor_version": 0,
         "changed_fraction": 0.01 * number,
         "latency_seconds": 0.25 * number,
+        "work_seconds": 0.25 * number,
     }
     return VersionRow(**{**fields, **changes})  # type: ignore[arg-type]
 

@@ -359,7 +359,7 @@ def test_timeline_marks_each_slice_of_time() -> None:
 
 def test_timeline_does_not_show_a_pause_as_publishing() -> None:
     """Slices of 0.2 s from 104.5: version 1 ends in the first one, version 2 took 0.4 s like it, from the 16th to the 18th."""
-    versions = (version(1, published_at=104.5, latency_seconds=0.4), version(2, published_at=108.0, latency_seconds=90.0))
+    versions = tuple(version(n, published_at=at, latency_seconds=s, work_seconds=0.4) for n, at, s in ((1, 104.5, 0.4), (2, 108.0, 90.0)))
     lines = timeline_lines(record(steps=(), versions=versions), (), (104.5, 108.5), 31)
     assert lines[1] == "publishing P" + 14 * " " + "PPP" + 2 * " "
 

@@ -111,18 +111,20 @@ def bars_of(run: RunRecord) -> dict[str, list[float]]:
 
 def test_a_pause_before_a_version_is_not_drawn_as_publishing() -> None:
     steps = tuple(step(n, version=n - 1) for n in (1, 2, 3))
-    slow = [version(n, latency_seconds=seconds) for n, seconds in enumerate((0.0, 0.5, 0.25, 300.25))]
-    drawn = bars_of(record(steps=steps, versions=tuple(slow)))
-    assert drawn["publishing"] == pytest.approx([0.5, 0.25, 0.5])
-    assert drawn["paused or held up"] == pytest.approx([0.0, 0.0, 299.75])
+    came = ((0.5, 0.5), (45.0, 44.0), (300.25, 0.25))
+    versions = tuple(version(n, latency_seconds=seconds, work_seconds=work) for n, (seconds, work) in enumerate(came, 1))
+    drawn = bars_of(record(steps=steps, versions=versions))
+    assert drawn["publishing"] == pytest.approx([0.5, 44.0, 0.25])
+    assert drawn["held up"] == pytest.approx([0.0, 1.0, 300.0])
     assert drawn["waiting for groups"] == pytest.approx([0.5, 0.5, 0.5])
 
 
-def test_a_slow_publication_among_slow_ones_is_publishing() -> None:
+def test_nothing_is_drawn_as_held_up_where_nothing_was() -> None:
+    """The stages of a version whose latency is not known, 0, are nobody's time."""
     steps = tuple(step(n, version=n - 1) for n in (1, 2))
-    drawn = bars_of(record(steps=steps, versions=(version(1, latency_seconds=20.0), version(2, latency_seconds=45.0))))
-    assert drawn["publishing"] == pytest.approx([20.0, 45.0])
-    assert "paused or held up" not in drawn
+    drawn = bars_of(record(steps=steps, versions=(version(1, latency_seconds=0.0, work_seconds=3.0), version(2))))
+    assert drawn["publishing"] == pytest.approx([0.0, 0.5])
+    assert "held up" not in drawn
 
 
 def test_the_way_of_a_version_to_a_mac_that_joined_later_is_drawn_where_it_was() -> None:
